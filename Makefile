@@ -1,0 +1,91 @@
+# Each target does its own set-up (scripts/setup.sh installs what is missing and is quick when nothing is).
+
+PYTHON := .venv/bin/python
+PYTEST_ARGS ?=
+GPU_SITE := $(CURDIR)/build/gpu-site
+GPU_RUN := $(CURDIR)/build/gpu-run
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types sanitize wheel docs-check gpu-test gpu-bench gpu-site venv clean
+
+help:
+	@echo "make demo        run the demonstration, on generated data and on a small language model"
+	@echo "make test        the whole test suite        (PYTEST_ARGS='-k name' to narrow)"
+	@echo "make lint        ruff, and the C code with warnings as errors"
+	@echo "make format      let ruff rewrite the Python files"
+	@echo "make types       mypy --strict"
+	@echo "make sanitize    C code under ASan, UBSan and TSan; Python engine tests under ASan"
+	@echo "make docs-check  run the notebooks in docs/"
+	@echo "make wheel       sdist and abi3 wheel in dist/"
+	@echo "make gpu-test    GPU_WHEELS=DIR: the suite on a machine with a GPU, from wheels, without network"
+	@echo "make gpu-bench   GPU_WHEELS=DIR: the benchmarks, likewise"
+	@echo "make venv        only the set-up             make clean   remove what was built"
+
+venv:
+	@scripts/setup.sh dev model
+
+demo:
+	@scripts/setup.sh model
+	.venv/bin/aio-kv demo
+	.venv/bin/aio-kv demo --model
+
+test:
+	@scripts/setup.sh dev model
+	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint:
+	@scripts/setup.sh dev
+	$(PYTHON) -m ruff check .
+	@if [ -n "$$(ls native/src/*.c 2>/dev/null)" ]; then for file in native/src/*.c native/tests/*.c; do \
+		[ ! -e "$$file" ] || $(CC) -std=gnu11 -O2 -fsyntax-only -Wall -Wextra -Wno-unused-parameter -Werror \
+			-Inative/include -Inative/src -Inative/tests "$$file" || exit 1; done; echo "C: no warnings"; fi
+
+format:
+	@scripts/setup.sh dev
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+
+types:
+	@scripts/setup.sh dev
+	$(PYTHON) -m mypy
+
+sanitize:
+	scripts/sanitize.sh address
+	scripts/sanitize.sh thread
+
+docs-check:
+	@scripts/setup.sh dev model
+	@if [ -n "$$(ls docs/*.ipynb 2>/dev/null)" ]; then \
+		$(PYTHON) -m pytest -q -W default --nbmake --nbmake-timeout=300 docs/*.ipynb; \
+	else echo "docs-check: no notebooks in docs/"; fi
+
+wheel:
+	@scripts/setup.sh dev
+	rm -rf dist
+	$(PYTHON) -m build --no-isolation
+	@ls dist
+
+# On a machine without network: everything comes from GPU_WHEELS, a folder with the wheel of this project and with
+# those of its dependencies that the machine's python3 lacks. Nothing of that python3 is changed.
+gpu-site:
+	@if [ -z "$(GPU_WHEELS)" ]; then \
+		echo "GPU_WHEELS is not set: make gpu-test GPU_WHEELS=DIR, where DIR holds the aio_kv wheel ('make wheel')" \
+			"and the wheels of the dependencies that python3 on this machine lacks" >&2; exit 2; fi
+	@if [ -z "$$(ls "$(GPU_WHEELS)"/aio_kv-*.whl 2>/dev/null)" ]; then \
+		echo "GPU_WHEELS=$(GPU_WHEELS) holds no aio_kv-*.whl: build one with 'make wheel' and copy it there" >&2; exit 2; fi
+	@rm -rf "$(GPU_SITE)" "$(GPU_RUN)" && mkdir -p "$(GPU_RUN)"
+	python3 -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-index --no-deps --no-compile \
+		--find-links "$(GPU_WHEELS)" --target "$(GPU_SITE)" "$(GPU_WHEELS)"/*.whl
+
+# Run from an empty folder: in the checkout its aio_kv, which has no extension there, would be imported instead.
+gpu-test: gpu-site
+	cd "$(GPU_RUN)" && PYTHONPATH="$(GPU_SITE)" PYTHONDONTWRITEBYTECODE=1 \
+		python3 -m pytest --import-mode=importlib -p no:cacheprovider $(PYTEST_ARGS) "$(CURDIR)/tests"
+
+gpu-bench: gpu-site
+	cd "$(GPU_RUN)" && PYTHONPATH="$(GPU_SITE)" PYTHONDONTWRITEBYTECODE=1 python3 -m aio_kv bench disk --json
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis aio_kv/engine/_akv*.so
+	rm -f .venv/.stamps/native
+	find aio_kv native tests docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,1 @@
+"""Storage backends: each in a file of its own."""

@@ -1,0 +1,457 @@
+"""The asynchronous backends over layer files: `UringBackend` and `ThreadedBackend`. They differ in the I/O source only.
+
+A call checks keys and memory, plans I/Os (`aio_kv.plan`), and hands a transfer to the dispatcher; it never waits.
+Buffers handed over belong to the backend until the transfer has ended, whether it was awaited, cancelled or forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from aio_kv.backends.rungs import Refusal
+from aio_kv.backends.session import PathLike, Session, SessionPlan, check_options
+from aio_kv.backends.statistics import Statistics
+from aio_kv.engine import EngineStatistics, Kind
+from aio_kv.engine.options import EngineOptions
+from aio_kv.errors import ClosedError, LayoutError, UnavailableError
+from aio_kv.files import LayerFiles
+from aio_kv.integers import Int64Array
+from aio_kv.layout import GroupLayout
+from aio_kv.memory import HostMemory, host_address, is_device_memory
+from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one
+from aio_kv.protocols import Priority, Read, Scatter, Write
+from aio_kv.transfer import LandingRegion, Transfer, current_binding
+from aio_kv.transfer.dispatcher import DispatcherStatistics
+
+__all__ = ["AutoBackend", "EngineBackend", "ThreadedBackend", "UringBackend"]
+
+# Host memory by type: these need not be asked whether they lie on a GPU.
+_HOST_TYPES = frozenset((memoryview, bytearray, bytes, np.ndarray))
+_EMPTY_PLAN = Plan(np.empty(0, OP_DTYPE), 0, None, 0, np.empty(0, np.int64), 1)
+
+
+class EngineBackend:
+    """Groups between layer files and memory, awaited. Use `UringBackend`, `ThreadedBackend` or `open_backend`.
+
+    Args:
+        path_or_files: a directory, several (layer l lives in path[l % n]), or `LayerFiles` that the caller keeps open
+            and may share with other backends, loops and the oracle.
+        layout: the geometry; must be that of the files.
+        device: index of the GPU for device memory; None for host memory only.
+        create: make the files if there are none.
+        options: sizes and bounds.
+
+    Opens with `async with backend:` or `await backend`; belongs to the event loop in which it was opened.
+    """
+
+    _choice = "auto"
+
+    def __init__(
+        self,
+        path_or_files: PathLike | Sequence[PathLike] | LayerFiles,
+        layout: GroupLayout | None = None,
+        *,
+        device: int | None = None,
+        create: bool = False,
+        options: EngineOptions | None = None,
+    ) -> None:
+        if isinstance(path_or_files, LayerFiles):
+            if layout is not None and layout != path_or_files.layout:
+                raise LayoutError(f"layout {layout} is not that of the files: {path_or_files.layout}")
+            layout = path_or_files.layout
+        elif not isinstance(layout, GroupLayout):
+            raise LayoutError(f"layout is {layout!r}: a directory is opened with a GroupLayout")
+        self._plan = SessionPlan(path_or_files, layout, device, create, check_options(options), self._choice)
+        self._layout = layout
+        self._session: Session | None = None
+        self._has_begun = False
+        self._last_statistics: Statistics | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._has_begun:
+            raise ClosedError("a backend is opened once: make a new one")
+        self._has_begun = True
+        self._session = await Session.open(self._plan, current_binding(self._plan.options.drain_timeout))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __await__(self) -> Generator[Any, Any, Self]:
+        return self.__aenter__().__await__()
+
+    async def aclose(self) -> None:
+        """Refuse new work, drop what has not begun, wait for the device, give everything back; again does nothing.
+
+        Cancelled, it finishes all the same and then raises. If the device does not answer within the drain timeout
+        its memory is leaked on purpose, and the log says so. Writes that were neither awaited nor flushed may be
+        dropped.
+        """
+        session = self._session
+        if session is None:
+            return
+        session.check_loop()
+        self._session = None
+        self._last_statistics = session.statistics(type(self).__name__)
+        self._last_statistics = await session.close(type(self).__name__)
+
+    @property
+    def layout(self) -> GroupLayout:
+        """The geometry of what is stored."""
+        return self._layout
+
+    @property
+    def files(self) -> LayerFiles:
+        """The layer files."""
+        return self._require_session().files
+
+    @property
+    def rung(self) -> str:
+        """Mechanism and file mode in force, such as "uring-fixed-direct"."""
+        return self._require_session().opened.rung
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """For each better rung why it is not in force."""
+        return self._require_session().opened.refusals
+
+    def read(
+        self,
+        requests: Sequence[Read] | Iterable[Read],
+        *,
+        stream: Any = None,
+        deadline: float | None = None,
+        priority: Priority = Priority.DEMAND,
+    ) -> Transfer:
+        """Start reading groups, each into its own memory of exactly `payload_nbytes`.
+
+        `deadline` is on the clock of `anyio.current_time()`: what has not begun by then fails. The memory is the
+        backend's until the transfer has ended. Raises `LayoutError` for a wrong key or memory, `BusyError` when
+        `max_transfers` are in flight, `ClosedError`.
+        """
+        if requests.__class__ is list and len(requests) == 1 and requests[0].__class__ is Read:
+            transfer = self._one(
+                Kind.READ,
+                self._layout.group_id(requests[0].key),
+                requests[0].into,
+                stream,
+                deadline,
+                priority,
+            )
+            if transfer is not None:
+                return transfer
+        return self._requests(Kind.READ, requests, stream, deadline, priority)
+
+    def write(
+        self,
+        requests: Iterable[Write],
+        *,
+        stream: Any = None,
+        deadline: float | None = None,
+        priority: Priority = Priority.DEMAND,
+    ) -> Transfer:
+        """Start writing groups, each from its own memory of exactly `payload_nbytes`, which must not change meanwhile.
+
+        Arguments and errors are those of `read`; a group twice in one call is a `LayoutError`. Done means that the
+        file has the bytes, not that they would survive a power cut: that is `flush`.
+        """
+        return self._requests(Kind.WRITE, requests, stream, deadline, priority)
+
+    def read_groups(
+        self,
+        group_ids: Any,
+        into: Any,
+        *,
+        stream: Any = None,
+        deadline: float | None = None,
+        priority: Priority = Priority.DEMAND,
+    ) -> Transfer:
+        """Start reading groups by number into one buffer (packed, in the order of the call) or a `Scatter`.
+
+        A group named twice is read once and copied twice. See `read`.
+        """
+        if group_ids.__class__ is list and len(group_ids) == 1 and group_ids[0].__class__ is int:
+            transfer = self._one(Kind.READ, group_ids[0], into, stream, deadline, priority)
+            if transfer is not None:
+                return transfer
+        return self._groups(Kind.READ, group_ids, into, stream, deadline, priority)
+
+    def write_groups(
+        self,
+        group_ids: Any,
+        source: Any,
+        *,
+        stream: Any = None,
+        deadline: float | None = None,
+        priority: Priority = Priority.DEMAND,
+    ) -> Transfer:
+        """Start writing groups by number from one buffer (packed, in the order of the call) or a `Scatter`.
+
+        See `write`.
+        """
+        return self._groups(Kind.WRITE, group_ids, source, stream, deadline, priority)
+
+    def read_block(
+        self,
+        layer: int,
+        block: int,
+        into: Any,
+        *,
+        stream: Any = None,
+        deadline: float | None = None,
+        priority: Priority = Priority.DEMAND,
+    ) -> Transfer:
+        """Start reading all groups of a block as one I/O, packed in (kind, head) order without padding. See `read`."""
+        return self._groups(Kind.READ, self._block_ids(layer, block), into, stream, deadline, priority)
+
+    def write_block(
+        self,
+        layer: int,
+        block: int,
+        source: Any,
+        *,
+        stream: Any = None,
+        deadline: float | None = None,
+        priority: Priority = Priority.DEMAND,
+    ) -> Transfer:
+        """Start writing all groups of a block as one I/O, packed in (kind, head) order without padding. See `write`."""
+        return self._groups(Kind.WRITE, self._block_ids(layer, block), source, stream, deadline, priority)
+
+    def _block_ids(self, layer: int, block: int) -> Int64Array:
+        first = self._layout.block_group_id(layer, block)
+        return np.arange(first, first + self._layout.groups_per_block, dtype=np.int64)
+
+    def _groups(
+        self, kind: Kind, group_ids: Any, place: Any, stream: Any, deadline: float | None, priority: Priority
+    ) -> Transfer:
+        session = self._require_session()
+        layout = self._layout
+        ids = layout.check_ids(group_ids)
+        count = len(ids)
+        is_scatter = isinstance(place, Scatter)
+        memory = self._memory(place.memory if is_scatter else place, kind, stream)
+        payload = layout.payload_nbytes
+        if is_scatter:
+            addresses = memory.address + self._check_scatter(memory, place.offsets, count)
+        elif memory.nbytes != count * payload:
+            raise LayoutError(
+                f"{_role(kind)} holds {memory.nbytes} bytes: {count} groups of {payload} bytes need exactly "
+                f"{count * payload}; use Scatter to place them in larger memory"
+            )
+        else:
+            addresses = memory.address + np.arange(count, dtype=np.int64) * payload
+        # The caller may change its array at once, and the order check needs it later: a copy.
+        return self._start(session, kind, ids.copy(), addresses, (memory, place), deadline, priority)
+
+    def _check_scatter(self, memory: HostMemory, offsets: Int64Array, count: int) -> Int64Array:
+        if len(offsets) != count:
+            raise LayoutError(
+                f"Scatter holds {len(offsets)} offsets for {count} groups: one per group is needed"
+            )
+        last = memory.nbytes - self._layout.payload_nbytes
+        if count and offsets.max() > last:
+            index = int(np.argmax(offsets > last))
+            raise LayoutError(
+                f"Scatter.offsets[{index}] is {offsets[index]}: a group of {self._layout.payload_nbytes} bytes there "
+                f"would end outside of the memory of {memory.nbytes} bytes"
+            )
+        return offsets
+
+    def _requests(
+        self, kind: Kind, requests: Iterable[Any], stream: Any, deadline: float | None, priority: Priority
+    ) -> Transfer:
+        session = self._require_session()
+        wanted = Read if kind is Kind.READ else Write
+        ids: list[int] = []
+        memories: list[HostMemory] = []
+        for index, request in enumerate(requests):
+            if not isinstance(request, wanted):
+                raise LayoutError(f"requests[{index}] is {request!r}: must be a {wanted.__name__}")
+            ids.append(self._layout.group_id(request.key))
+            place = request.into if isinstance(request, Read) else request.source
+            memory = self._memory(place, kind, stream)
+            if memory.nbytes != self._layout.payload_nbytes:
+                raise LayoutError(
+                    f"requests[{index}]: {_role(kind)} holds {memory.nbytes} bytes, a group has exactly "
+                    f"{self._layout.payload_nbytes}"
+                )
+            memories.append(memory)
+        addresses = np.array([memory.address for memory in memories], dtype=np.int64)
+        return self._start(
+            session, kind, np.array(ids, dtype=np.int64), addresses, memories, deadline, priority
+        )
+
+    def _one(
+        self, kind: Kind, group_id: int, place: Any, stream: Any, deadline: float | None, priority: Priority
+    ) -> Transfer | None:
+        """The short way for one group, which is what latency is measured by; None where the long way must look."""
+        session, layout = self._require_session(), self._layout
+        if not 0 <= group_id < layout.num_groups or layout.stride > session.limits.op_nbytes_max:
+            return None
+        memory = self._memory(place, kind, stream)
+        if memory.nbytes != layout.payload_nbytes:
+            return None
+        plan = plan_one(layout, group_id, memory.address, session.limits, is_write=kind is Kind.WRITE)
+        return self._hand_over(
+            session, kind, plan, group_id, 1, memory.address, memory.address, memory, deadline, priority
+        )
+
+    def _memory(self, place: object, kind: Kind, stream: Any) -> HostMemory:
+        if stream is not None or (place.__class__ not in _HOST_TYPES and is_device_memory(place)):
+            raise UnavailableError(
+                f"{_role(kind)} is device memory, or a stream was given, and the backend was opened without a device",
+                hint="open the backend with device=INDEX, or use host memory and stream=None",
+            )
+        return host_address(place, writable=kind is Kind.READ, what=_role(kind))
+
+    def _start(
+        self,
+        session: Session,
+        kind: Kind,
+        ids: Int64Array,
+        addresses: Int64Array,
+        owner: object,
+        deadline: float | None,
+        priority: Priority,
+    ) -> Transfer:
+        count = len(ids)
+        if count == 0:
+            return self._hand_over(session, kind, _EMPTY_PLAN, ids, 0, 0, 0, owner, deadline, priority)
+        plan = plan_groups(self._layout, ids, addresses, session.limits, is_write=kind is Kind.WRITE)
+        first, last = int(addresses.min()), int(addresses.max())
+        return self._hand_over(session, kind, plan, ids, count, first, last, owner, deadline, priority)
+
+    def _hand_over(
+        self,
+        session: Session,
+        kind: Kind,
+        plan: Plan,
+        ids: Int64Array | int,
+        count: int,
+        first_address: int,
+        last_address: int,
+        owner: object,
+        deadline: float | None,
+        priority: Priority,
+    ) -> Transfer:
+        if priority.__class__ is not Priority:
+            raise LayoutError(f"priority is {priority!r}: must be a Priority")
+        deadline_ns = 0 if deadline is None else self._deadline_ns(session, deadline)
+        if kind is Kind.WRITE and session.files.read_only:
+            raise LayoutError(
+                f"{session.files.directories[0]} was opened read_only: open it without to write"
+            )
+        payload = self._layout.payload_nbytes
+        transfer = Transfer(session.dispatcher, kind, plan, ids, count, payload, priority, deadline_ns, owner)
+        if session.table.regions:
+            last = last_address + payload - 1
+            transfer.regions = tuple(r for r in session.table.regions if r.covers(first_address, last))
+            for region in transfer.regions:
+                region.use(transfer)
+        try:
+            session.dispatcher.start(transfer)
+        except BaseException:
+            for region in transfer.regions:
+                region.release(transfer)
+            raise
+        if kind is Kind.WRITE:
+            session.note_write(transfer, self._layers_of(ids))
+        return transfer
+
+    def _layers_of(self, ids: Int64Array | int) -> set[int]:
+        per_layer = self._layout.groups_per_layer
+        return {ids // per_layer} if isinstance(ids, int) else set(np.unique(ids // per_layer).tolist())
+
+    def _deadline_ns(self, session: Session, deadline: float) -> int:
+        if deadline.__class__ not in (int, float) or math.isnan(deadline):
+            raise LayoutError(
+                f"deadline is {deadline!r}: must be a time on the clock of anyio.current_time()"
+            )
+        left = min(deadline - session.binding.time(), 1e9)
+        return max(1, time.monotonic_ns() + int(left * 1e9))
+
+    async def register_landing_region(self, memory: Any) -> LandingRegion:
+        """Register caller-owned host memory, so that I/O in it needs no staging and no page pinning.
+
+        `memory` is a writable buffer or pointer holder whose address and length are multiples of 4096 bytes
+        (`aio_kv.allocate_host` gives such). It stays the caller's, who frees it only after the region is closed.
+        Where the ring cannot register it (threads rung, locked-memory limit) the region works all the same and
+        `is_registered` is False. Raises `LayoutError` for misaligned or overlapping memory.
+        """
+        session = self._require_session()
+        return await session.table.add(host_address(memory, writable=True, what="landing region"))
+
+    def record_event(self, stream: Any) -> Any:
+        """Return an event recorded on `stream`. Raises `UnavailableError`: the backend has no device."""
+        self._require_session()
+        raise UnavailableError("the backend was opened without a device", hint="open it with device=INDEX")
+
+    async def wait_ready(self) -> None:
+        """Wait until there is room for one more transfer. Several waiters are woken one by one."""
+        session = self._require_session()
+        await session.binding.wait_room(session.dispatcher)
+        self._require_session()
+
+    async def flush(self) -> None:
+        """Wait until all writes accepted so far have landed, and make them durable (fdatasync of the files written).
+
+        Raises `StorageError` if a write since the last flush failed or a file cannot be synced.
+        """
+        await self._require_session().flush()
+
+    def drop_page_cache(self) -> None:
+        """Have the operating system forget the files' pages, so that the next reads come from the device. Blocking."""
+        self._require_session().files.drop_page_cache()
+
+    def statistics(self) -> Statistics:
+        """Counters since the backend opened; after it has closed, those of the end."""
+        if self._session is not None:
+            return self._session.statistics(type(self).__name__)
+        if self._last_statistics is not None:
+            return self._last_statistics
+        return Statistics(type(self).__name__, "", (), 0, 0, 0, DispatcherStatistics(), EngineStatistics())
+
+    def _require_session(self) -> Session:
+        session = self._session
+        if session is None:
+            state = (
+                "closed: open a new one"
+                if self._last_statistics
+                else "not open: use `async with` or await it"
+            )
+            raise ClosedError(f"the backend is {state}")
+        session.check_loop()
+        return session
+
+
+class UringBackend(EngineBackend):
+    """The production backend: io_uring with registered files and buffers. See `EngineBackend` for its arguments.
+
+    Raises `UnavailableError` at open where io_uring is refused, naming the cause; `open_backend` falls back instead.
+    """
+
+    _choice = "uring"
+
+
+class ThreadedBackend(EngineBackend):
+    """The same where io_uring is refused: native threads, or Python threads without the compiled extension."""
+
+    _choice = "threads"
+
+
+class AutoBackend(EngineBackend):
+    """The best rung that works."""
+
+    _choice = "auto"
+
+
+def _role(kind: Kind) -> str:
+    return "into" if kind is Kind.READ else "source"

@@ -1,0 +1,224 @@
+"""Opening an engine on the best rung that works, and saying why it is not a better one.
+
+A rung is a mechanism (uring-fixed, uring, threads, threads-python) and a file mode (direct, buffered). Each is proven
+by doing: the ring is set up, a NOP goes through it, and one read through a staging slot must bring the bytes that
+were just written. Neither kernel versions nor sysctls are believed: both lie in containers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from aio_kv.blockdevice import block_device_of
+from aio_kv.engine import Batch, Engine, Kind, PythonEngine, extension_error, has_extension
+from aio_kv.engine.options import EngineOptions
+from aio_kv.errors import LayoutError, UnavailableError
+from aio_kv.files import LayerFiles
+from aio_kv.memory import host_address
+from aio_kv.plan import COPY_DTYPE, OP_DTYPE, RESULT_DTYPE, IoLimits, Placement
+
+__all__ = ["CHOICES", "OpenedEngine", "Refusal", "open_engine"]
+
+# What each choice of backend may end on, best first.
+CHOICES = {
+    "auto": ("uring", "threads", "threads-python"),
+    "uring": ("uring",),
+    "threads": ("threads", "threads-python"),
+}
+_PROBE_NBYTES = 4096
+_PROBE_SECONDS = 10.0
+_MEMLOCK_HINT = (
+    "raise the locked-memory limit: ulimit -l unlimited, docker --ulimit memlock=-1, LimitMEMLOCK=infinity"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a rung is not in force, and what would bring it about."""
+
+    rung: str
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """An engine that has proven itself, and the rungs above it that did not."""
+
+    engine: Engine | PythonEngine
+    mechanism: str
+    mode: str
+    limits: IoLimits
+    refusals: tuple[Refusal, ...]
+
+    @property
+    def rung(self) -> str:
+        """Mechanism and file mode in one word."""
+        return f"{self.mechanism}-{self.mode}"
+
+
+def open_engine(files: LayerFiles, options: EngineOptions, choice: str = "auto") -> OpenedEngine:
+    """Open the best engine of `choice` that works on `files`. Blocking: it takes and touches all of its memory.
+
+    Raises `UnavailableError` naming the reason and its cure when none works.
+    """
+    if choice not in CHOICES:
+        raise LayoutError(f"backend is {choice!r}: must be one of {', '.join(CHOICES)}")
+    limits, options = _limits(files, options)
+    mode = "buffered" if limits.offset_alignment == 1 else "direct"
+    refusals = [] if mode == "direct" else [_buffered_refusal(files)]
+    for mechanism in CHOICES[choice]:
+        try:
+            engine = _open_proven(mechanism, files, limits, options)
+        except UnavailableError as error:
+            refusals.append(Refusal(mechanism, str(error), error.hint or ""))
+            continue
+        name = mechanism
+        if mechanism == "uring":
+            name, lesser = _fixed_or_not(engine, options)
+            refusals.extend(lesser)
+        return OpenedEngine(engine, name, mode, limits, tuple(refusals))
+    raise UnavailableError(
+        f"backend {choice!r} does not work here: {refusals[-1].reason}", hint=refusals[-1].hint
+    )
+
+
+def _limits(files: LayerFiles, options: EngineOptions) -> tuple[IoLimits, EngineOptions]:
+    devices = [block_device_of(directory) for directory in files.directories]
+    sizes = [device.request_nbytes_max for device in devices if device.request_nbytes_max]
+    op_nbytes_max = max(4096, min([options.op_nbytes_max, *sizes]) // 4096 * 4096)
+    depths = [device.requests_max for device in devices if device.requests_max]
+    fitted = replace(
+        options,
+        queue_depth=min([options.queue_depth, *depths]),
+        op_nbytes_max=op_nbytes_max,
+        small_nbytes=min(options.small_nbytes, op_nbytes_max),
+    )
+    alignment = files.direct_alignment
+    if alignment is None:
+        return IoLimits(1, 1, op_nbytes_max), fitted
+    return IoLimits(alignment.memory, alignment.offset, op_nbytes_max), fitted
+
+
+def _buffered_refusal(files: LayerFiles) -> Refusal:
+    hint = "keep the files on ext4, XFS or another filesystem with O_DIRECT, not on tmpfs or overlayfs"
+    return Refusal("direct", files.direct_refusal or "direct I/O was not asked for", hint)
+
+
+def _open_proven(
+    mechanism: str, files: LayerFiles, limits: IoLimits, options: EngineOptions
+) -> Engine | PythonEngine:
+    with _probe_file(files, is_direct=limits.offset_alignment > 1) as (probe_fd, content):
+        fds = [*files.fds(limits.offset_alignment > 1), probe_fd]
+        engine = _open(mechanism, fds, limits, options)
+        try:
+            _prove(engine, len(fds) - 1, content, mechanism)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+
+def _open(mechanism: str, fds: list[int], limits: IoLimits, options: EngineOptions) -> Engine | PythonEngine:
+    if mechanism == "threads-python":
+        return PythonEngine(fds, limits, options)
+    if not has_extension():
+        raise UnavailableError(
+            f"the compiled extension is not installed ({extension_error()})",
+            hint="install aio_kv on Linux with liburing-dev present, without AIO_KV_NO_EXTENSION",
+        )
+    try:
+        return Engine(fds, limits, options, uring=mechanism == "uring")
+    except UnavailableError as error:
+        hint = _uring_hint(error.error_number or 0) if mechanism == "uring" else None
+        raise UnavailableError(
+            str(error), hint=hint, error_number=error.error_number, step=error.step
+        ) from error
+
+
+@contextmanager
+def _probe_file(files: LayerFiles, *, is_direct: bool) -> Iterator[tuple[int, bytes | None]]:
+    """A descriptor to read from and what must come back: a nameless file of random bytes, else the first layer."""
+    if files.read_only:
+        yield files.fd(0, is_direct), None
+        return
+    content = os.urandom(_PROBE_NBYTES)
+    with tempfile.TemporaryFile(dir=files.directories[0], buffering=0) as file:
+        file.write(content)
+        os.fsync(file.fileno())
+        if not is_direct:
+            yield file.fileno(), content
+            return
+        fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            yield fd, content
+        finally:
+            os.close(fd)
+
+
+def _prove(engine: Engine | PythonEngine, file: int, content: bytes | None, mechanism: str) -> None:
+    target = bytearray(b"\xa5" * _PROBE_NBYTES)
+    memory = host_address(target, writable=True, what="probe")
+    ops, copies = np.zeros(1, OP_DTYPE), np.zeros(1, COPY_DTYPE)
+    ops["file"], ops["nbytes"], ops["placement"], ops["copy_count"] = file, _PROBE_NBYTES, Placement.STAGED, 1
+    copies["address"], copies["nbytes"] = memory.address, _PROBE_NBYTES
+    results = np.zeros(1, RESULT_DTYPE)
+    ticket = engine.submit(Batch(Kind.READ, ops, 1, results, copies, 1, owner=(memory, target)))
+    if not engine.wait(ticket, _PROBE_SECONDS):
+        raise UnavailableError(f"{mechanism}: the first read did not end within {_PROBE_SECONDS:.0f} s")
+    if ticket.status:
+        name = errno.errorcode.get(-ticket.status, str(ticket.status))
+        raise UnavailableError(
+            f"{mechanism}: the first read failed with {name} ({os.strerror(-ticket.status)})"
+        )
+    if content is not None and bytes(target) != content:
+        raise UnavailableError(f"{mechanism}: the first read brought wrong bytes", hint="update the kernel")
+
+
+def _fixed_or_not(engine: Engine | PythonEngine, options: EngineOptions) -> tuple[str, list[Refusal]]:
+    info = engine.ring_info()
+    if info.registered_nbytes:
+        return "uring-fixed", []
+    if not options.register_buffers:
+        return "uring", [
+            Refusal("uring-fixed", "register_buffers is False", "open with register_buffers=True")
+        ]
+    name = errno.errorcode.get(info.register_errno, str(info.register_errno))
+    hint = (
+        _MEMLOCK_HINT
+        if info.register_errno == errno.ENOMEM
+        else "a kernel of 5.19 or later registers buffers"
+    )
+    return "uring", [Refusal("uring-fixed", f"registering buffers failed with {name}", hint)]
+
+
+def _uring_hint(error_number: int) -> str:
+    if error_number == errno.EPERM:
+        if has_seccomp_filter():
+            return (
+                "a seccomp filter blocks io_uring: run the container with a profile that allows io_uring_setup, "
+                "io_uring_enter and io_uring_register (docker run --security-opt seccomp=PROFILE.json)"
+            )
+        return "the sysctl forbids io_uring: sysctl -w kernel.io_uring_disabled=0"
+    if error_number == errno.ENOSYS:
+        return "this kernel (before 5.11) or sandbox (gVisor) has no io_uring: run on a newer or real kernel"
+    if error_number == errno.ENOMEM:
+        return _MEMLOCK_HINT
+    return "aio-kv doctor says more"
+
+
+def has_seccomp_filter() -> bool:
+    """Whether this process runs under a seccomp filter, by /proc/self/status."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.split()[1:] == ["2"] for line in lines if line.startswith("Seccomp:"))

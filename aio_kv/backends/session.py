@@ -1,0 +1,187 @@
+"""What an open backend holds: files, engine, dispatcher, regions, and the event loop that they belong to.
+
+A session is opened whole or not at all, and closed in one order: refuse, drop, wait for the device, stop watching,
+give memory back, close files. Cancellation interrupts neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from aio_kv.backends.rungs import OpenedEngine, open_engine
+from aio_kv.backends.statistics import Statistics
+from aio_kv.engine import Kind
+from aio_kv.engine.options import EngineOptions
+from aio_kv.errors import ClosedError, LayoutError, StorageError, UnavailableError
+from aio_kv.files import LayerFiles
+from aio_kv.layout import GroupLayout
+from aio_kv.plan import OP_DTYPE, Placement, Plan
+from aio_kv.protocols import Priority
+from aio_kv.transfer import Dispatcher, LoopBinding, Transfer
+from aio_kv.transfer.region import RegionTable
+
+__all__ = ["PathLike", "Session", "SessionPlan", "check_options"]
+
+_log = logging.getLogger("aio_kv")
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPlan:
+    """What a session is to be opened with."""
+
+    source: PathLike | Sequence[PathLike] | LayerFiles
+    layout: GroupLayout
+    device: int | None
+    create: bool
+    options: EngineOptions
+    choice: str
+
+    def open_files(self) -> LayerFiles:
+        """The caller's files, or new ones."""
+        if isinstance(self.source, LayerFiles):
+            if self.source.closed:
+                raise ClosedError("the LayerFiles are closed: open them again")
+            return self.source
+        return LayerFiles(self.source, self.layout, create=self.create)
+
+    def close_files(self, files: LayerFiles) -> None:
+        """Close files that are not the caller's."""
+        if not isinstance(self.source, LayerFiles):
+            files.close()
+
+
+class Session:
+    """The open state of one backend."""
+
+    def __init__(
+        self, plan: SessionPlan, files: LayerFiles, opened: OpenedEngine, binding: LoopBinding
+    ) -> None:
+        self.plan = plan
+        self.files = files
+        self.opened = opened
+        self.binding = binding
+        self.limits = opened.limits
+        self.dispatcher = Dispatcher(opened.engine, binding, path_of=files.path_of)
+        self.table = RegionTable(opened.engine, binding)
+        self._unsynced: set[int] = set()
+        self._failed_write: str | None = None
+        binding.watch(opened.engine.fileno(), self.dispatcher.drain)
+
+    @classmethod
+    async def open(cls, plan: SessionPlan, binding: LoopBinding) -> Session:
+        """Open files and engine in a thread, since both block. Cancelled, it gives everything back and then raises."""
+
+        def open_blocking() -> tuple[LayerFiles, OpenedEngine]:
+            files = plan.open_files()
+            try:
+                if plan.device is not None:
+                    raise UnavailableError("device memory is not available", hint="open with device=None")
+                return files, open_engine(files, plan.options, plan.choice)
+            except BaseException:
+                plan.close_files(files)
+                raise
+
+        (files, opened), cancelled = await binding.run_in_thread(open_blocking)
+        session = cls(plan, files, opened, binding)
+        if cancelled is not None:
+            await session.close(type(session).__name__)
+            raise cancelled
+        session._announce()
+        return session
+
+    def _announce(self) -> None:
+        refusals = self.opened.refusals
+        why = "; ".join(f"not {refusal.rung}: {refusal.reason} ({refusal.hint})" for refusal in refusals)
+        _log.info(
+            "%s: rung %s%s", ", ".join(self.files.directories), self.opened.rung, f"; {why}" if why else ""
+        )
+
+    async def close(self, backend: str) -> Statistics:
+        """Give everything back and return the last statistics; the device has the drain timeout to answer."""
+        engine, dispatcher = self.opened.engine, self.dispatcher
+        statistics = self.statistics(backend)
+        dispatcher.close()
+        cancelled = await self.binding.wait_until(
+            lambda: engine.is_stopped and dispatcher.is_idle,
+            dispatcher.on_drain,
+            self.plan.options.drain_timeout,
+        )
+        await self.binding.unwatch()
+        dispatcher.drain()
+        if engine.close(timeout=0.0):
+            self.plan.close_files(self.files)
+        if cancelled is not None:
+            raise cancelled
+        return statistics
+
+    def check_loop(self) -> None:
+        """Raise `ClosedError` in any loop but the session's own."""
+        if not self.binding.is_current():
+            raise ClosedError(
+                f"the backend belongs to {self.binding.name} and was called from {self.binding.describe_current()}: "
+                "open one backend per loop; they may share LayerFiles"
+            )
+
+    def note_write(self, transfer: Transfer, layers: set[int]) -> None:
+        """Remember which files `flush` must sync, and, once it has ended, whether the write failed."""
+        self._unsynced |= layers
+        transfer.add_waiter(lambda: self._note_written(transfer))
+
+    def _note_written(self, transfer: Transfer) -> None:
+        if transfer.worst and self._failed_write is None:
+            first = self.plan.layout.key(int(transfer.group_ids[0]))
+            self._failed_write = f"{transfer.request_count} groups from {first} on"
+
+    async def flush(self) -> None:
+        """See `EngineBackend.flush`."""
+        layers = sorted(self._unsynced)
+        self._unsynced.difference_update(layers)
+        try:
+            await self._start_sync(layers)
+        except BaseException:
+            self._unsynced.update(layers)
+            raise
+        failed, self._failed_write = self._failed_write, None
+        if failed is not None:
+            raise StorageError(
+                f"flush: an earlier write of {failed}", hint="its own transfer says why; write it again"
+            )
+
+    def _start_sync(self, layers: list[int]) -> Transfer:
+        ops = np.zeros(len(layers), OP_DTYPE)
+        ops["file"] = layers
+        ops["placement"] = Placement.DIRECT
+        plan = Plan(ops, len(ops), None, 0, np.arange(len(ops)), 1)
+        nothing = np.empty(0, np.int64)
+        transfer = Transfer(self.dispatcher, Kind.SYNC, plan, nothing, len(ops), 0, Priority.DEMAND, 0, None)
+        self.dispatcher.start(transfer)
+        return transfer
+
+    def statistics(self, backend: str) -> Statistics:
+        """Counters of now."""
+        info = self.opened.engine.ring_info()
+        return Statistics(
+            backend=backend,
+            rung=self.opened.rung,
+            refusals=tuple(f"{refusal.rung}: {refusal.reason}" for refusal in self.opened.refusals),
+            staging_nbytes=info.staging_nbytes,
+            registered_nbytes=info.registered_nbytes,
+            landing_regions=len(self.table.regions),
+            transfers=self.dispatcher.statistics(),
+            engine=self.opened.engine.statistics(),
+        )
+
+
+def check_options(options: EngineOptions | None) -> EngineOptions:
+    """The options, or the defaults. Raises `LayoutError` for anything else."""
+    if options is None:
+        return EngineOptions()
+    if not isinstance(options, EngineOptions):
+        raise LayoutError(f"options is {options!r}: must be EngineOptions")
+    return options

@@ -1,0 +1,25 @@
+"""The engine: batches of I/O in, finished tickets out. Knows no event loop; any thread may use it.
+
+`Engine` is the native one (io_uring, or native threads); `PythonEngine` is the same interface on a pool of Python
+threads, for installations without the compiled extension. Only this package touches cffi.
+"""
+
+from aio_kv.engine.batch import Batch, Kind, Ticket
+from aio_kv.engine.native import Engine, extension_error, has_extension
+from aio_kv.engine.options import Fault, FaultAction
+from aio_kv.engine.python import PythonEngine
+from aio_kv.engine.statistics import EngineStatistics, RingInfo
+
+__all__ = [
+    "Batch",
+    "Engine",
+    "EngineStatistics",
+    "Fault",
+    "FaultAction",
+    "Kind",
+    "PythonEngine",
+    "RingInfo",
+    "Ticket",
+    "extension_error",
+    "has_extension",
+]

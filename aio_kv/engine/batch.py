@@ -1,0 +1,59 @@
+"""A batch on its way through an engine, and the ticket that stands for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+__all__ = ["Batch", "Kind", "Ticket"]
+
+
+class Kind(IntEnum):
+    """What a batch does (AKV_READ ... in native/akv.cdef.h)."""
+
+    READ = 0
+    WRITE = 1
+    SYNC = 2
+    REGION_ADD = 3
+    REGION_REMOVE = 4
+
+
+@dataclass(slots=True)
+class Batch:
+    """I/Os handed to an engine together.
+
+    `ops`, `copies` and `results` are buffers of OP_DTYPE, COPY_DTYPE and RESULT_DTYPE records (`aio_kv.plan`).
+    From `submit` until the ticket is done the engine owns them, and all memory that they name; `owner` is whatever
+    must stay alive for that (buffer exports, tensors), and the ticket keeps it. `deadline_ns` is on
+    CLOCK_MONOTONIC, 0 for none.
+    """
+
+    kind: Kind
+    ops: Any
+    op_count: int
+    results: Any
+    copies: Any = None
+    copy_count: int = 0
+    priority: int = 0
+    deadline_ns: int = 0
+    owner: object = None
+
+
+class Ticket:
+    """One submitted batch. `is_done` turns true in `drain` or `wait`; then `status` is 0 or the first -errno.
+
+    `owners` is everything the engine needs alive until then.
+    """
+
+    # Defaults of the class: a ticket is made for every small read, and an attribute that is not set costs nothing.
+    number: int = -1
+    is_done: bool = False
+    status: int = 0
+    failed: int = 0
+
+    def __init__(self, owners: tuple[object, ...], op_count: int, *, ring: int, tag: object = None) -> None:
+        self.owners = owners
+        self.op_count = op_count
+        self.ring = ring
+        self.tag = tag  # the submitter's own; the engine does not look at it

@@ -1,0 +1,379 @@
+"""The native engine: one cffi call to hand a batch over, one to collect what has finished.
+
+cffi drops the GIL around every call and must win it back, which is why there is one call per batch and none per
+request. Nothing of cffi leaves this file. The memory rules are in native/akv.cdef.h: what a batch names is the
+engine's until its ticket has been drained, so the ticket, kept in `_live`, keeps all of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from aio_kv.engine.batch import Batch, Kind, Ticket
+from aio_kv.engine.options import EngineOptions
+from aio_kv.engine.statistics import EngineStatistics, RingInfo
+from aio_kv.engine.waiting import TicketWaiter, wait_readable
+from aio_kv.errors import BusyError, ClosedError, LayoutError, UnavailableError, storage_error
+from aio_kv.plan import IoLimits
+
+_akv: Any = None
+_import_error: str | None = None
+try:
+    _akv = importlib.import_module("aio_kv.engine._akv")
+except ImportError as missing:
+    _import_error = str(missing)
+
+__all__ = ["Engine", "allocate_host", "extension_error", "has_extension"]
+
+_log = logging.getLogger("aio_kv")
+_DRAIN_MAX = 256
+_WHERE = ("options", "memory", "thread", "io_uring_setup", "NOP", "eventfd")
+_SUMMED_BY_MAX = ("in_flight_max", "bulk_nbytes_max")
+
+# Engines whose device did not answer in time: their memory may still be written to, so it is never given back.
+_leaked: list[Engine] = []
+
+
+def has_extension() -> bool:
+    """Whether the compiled extension is there."""
+    return _akv is not None
+
+
+def extension_error() -> str | None:
+    """Why the compiled extension is not there, or None."""
+    return _import_error
+
+
+def allocate_host(nbytes: int) -> memoryview:
+    """Return new private memory on huge pages where there are any, aligned to 2 MiB, as a writable memoryview.
+
+    This is the memory that I/O is fastest with; hand it to `register_landing_region` once. It is freed with the last
+    view of it, and a forked child does not inherit it. Raises `UnavailableError` without the extension, MemoryError.
+    """
+    _require_extension()
+    pointer = _akv.lib.akv_slab_new(nbytes) if nbytes > 0 else None
+    if not pointer:
+        raise MemoryError(f"cannot allocate {nbytes} bytes of host memory")
+    free = _akv.lib.akv_slab_free
+    owned = _akv.ffi.gc(pointer, lambda slab: free(slab, nbytes), nbytes)
+    return memoryview(_akv.ffi.buffer(owned, nbytes))
+
+
+def _require_extension() -> None:
+    if _akv is None:
+        raise UnavailableError(
+            f"the compiled extension is not installed ({_import_error})",
+            hint="install aio_kv on Linux with liburing-dev present, without AIO_KV_NO_EXTENSION",
+        )
+
+
+def _options_struct(source: int, fds: Sequence[int], limits: IoLimits, options: EngineOptions) -> Any:
+    ffi, lib = _akv.ffi, _akv.lib
+    faults = ffi.new("akv_fault[]", max(1, len(options.faults)))
+    for target, fault in zip(faults, options.faults, strict=False):
+        target.kind = -1 if fault.kind is None else fault.kind
+        target.action, target.value = fault.action, fault.value
+        target.every, target.phase, target.times = fault.every, fault.phase, fault.times
+    table = ffi.new("int[]", list(fds))
+    flags = 0 if options.register_buffers else lib.AKV_NO_FIXED
+    flags |= lib.AKV_SCHED_BATCH if options.sched_batch else 0
+    struct = ffi.new(
+        "akv_options *",
+        {
+            "source": source,
+            "flags": flags,
+            "rings": options.rings,
+            "queue_depth": options.queue_depth,
+            "threads": options.threads,
+            "max_batches": min(65536, 4 * options.max_transfers),
+            "max_requests": options.max_requests,
+            "small_nbytes": min(options.small_nbytes, limits.op_nbytes_max),
+            "max_op_nbytes": limits.op_nbytes_max,
+            "memory_alignment": limits.memory_alignment,
+            "offset_alignment": limits.offset_alignment,
+            "spin_us": options.spin_us,
+            "bulk_nbytes": options.bulk_nbytes,
+            "staging_nbytes": options.staging_nbytes,
+            "fds": table,
+            "fd_count": len(fds),
+            "fault_count": len(options.faults),
+            "faults": faults,
+            "fault_seed": options.fault_seed,
+        },
+    )
+    return struct, table, faults  # the struct points into the other two
+
+
+class Engine:
+    """Reads and writes of batches on a fixed table of files, through io_uring or a pool of native threads.
+
+    Args:
+        fds: open file descriptors; op field `file` is an index into them. They stay the caller's, who keeps them
+            open until the engine is closed.
+        limits: alignments of the files and the largest I/O.
+        options: sizes and bounds.
+        uring: True for io_uring, False for native threads.
+
+    Any thread may call any method. Raises `UnavailableError` naming the step the system refused, with `errno` in
+    its `error_number` attribute. After `fork()` every use in the child raises `ClosedError`.
+    """
+
+    def __init__(
+        self, fds: Sequence[int], limits: IoLimits, options: EngineOptions, *, uring: bool = True
+    ) -> None:
+        _require_extension()
+        self.options = options
+        self.limits = limits
+        self.is_uring = uring
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._waiter = TicketWaiter(self)
+        self._live: dict[int, Ticket] = {}
+        self._load = [0] * options.rings
+        self._lib = _akv.lib
+        self._from_buffer = _akv.ffi.from_buffer
+        self._null = _akv.ffi.NULL
+        source = _akv.lib.AKV_SOURCE_URING if uring else _akv.lib.AKV_SOURCE_THREADS
+        struct, *kept = _options_struct(source, fds, limits, options)
+        code, where = _akv.ffi.new("int32_t *"), _akv.ffi.new("int32_t *")
+        handle = _akv.lib.akv_engine_open(struct, code, where)
+        del kept  # open has copied both tables
+        if not handle:
+            raise _refusal(-code[0], _WHERE[where[0]])
+        self._handle: Any = handle
+        self._finished = _akv.ffi.new("akv_completion[]", _DRAIN_MAX)
+        self._fileno: int = self._lib.akv_engine_fileno(handle)
+        _engines.add(self)
+
+    def submit(self, batch: Batch, *, tag: object = None) -> Ticket:
+        """Hand a batch over; returns at once, in tens of microseconds at most.
+
+        From here on the engine owns everything the batch names. Raises `BusyError` when it holds as much as it may
+        (nothing was taken: try again after a `drain`), `ClosedError`, `LayoutError` for malformed arguments.
+        """
+        ops = self._from_buffer("akv_op[]", batch.ops)
+        copies = self._null if batch.copies is None else self._from_buffer("akv_copy[]", batch.copies)
+        results = self._from_buffer("akv_result[]", batch.results, True)
+        if len(ops) < batch.op_count or len(results) < batch.op_count:
+            raise LayoutError(
+                f"the batch counts {batch.op_count} ops: ops hold {len(ops)}, results {len(results)}"
+            )
+        if batch.copy_count and len(copies) < batch.copy_count:
+            raise LayoutError(f"the batch counts {batch.copy_count} copies but holds {len(copies)}")
+        load = self._load
+        ring = 0 if len(load) == 1 else load.index(min(load))
+        # The exports keep their objects alive, and Python from resizing them.
+        ticket = Ticket((ops, copies, results, batch.owner), batch.op_count, ring=ring, tag=tag)
+        with self._lock:
+            number = self._lib.akv_engine_submit(
+                self._open_handle(),
+                ring,
+                batch.kind,
+                batch.priority,
+                batch.deadline_ns,
+                ops,
+                batch.op_count,
+                copies,
+                batch.copy_count,
+                results,
+            )
+            if number >= 0:
+                ticket.number = number
+                self._live[number] = ticket
+                load[ring] += batch.op_count
+                return ticket
+        raise _submit_error(number, batch.op_count)
+
+    def submit_region(
+        self, kind: Kind, address: int, nbytes: int, *, ring: int, tag: object = None
+    ) -> Ticket:
+        """Register (REGION_ADD) or forget (REGION_REMOVE) memory with one ring; the ticket's status is the answer.
+
+        The memory must stay valid until a REGION_REMOVE for it is done, which waits for the I/O on it.
+        """
+        ticket = Ticket((), 0, ring=ring, tag=tag)
+        with self._lock:
+            number = self._lib.akv_engine_region(self._open_handle(), ring, kind, address, nbytes)
+            if number >= 0:
+                ticket.number = number
+                self._live[number] = ticket
+                return ticket
+        raise _submit_error(number, 0)
+
+    def drain(self) -> list[Ticket]:
+        """Collect the tickets that have finished, in that order; never waits."""
+        finished: list[Ticket] = []
+        with self._lock:
+            if self._handle is None:
+                return finished
+            count = _DRAIN_MAX
+            while count == _DRAIN_MAX:
+                count = self._lib.akv_engine_drain(self._check_process(), self._finished, _DRAIN_MAX)
+                for i in range(count):
+                    record = self._finished[i]
+                    ticket = self._live.pop(record.ticket)
+                    ticket.status, ticket.failed = record.status, record.failed
+                    self._load[ticket.ring] -= ticket.op_count
+                    ticket.owners = ()
+                    ticket.is_done = True
+                    finished.append(ticket)
+        return finished
+
+    def fileno(self) -> int:
+        """A descriptor that polls readable when `drain` has something, or when the engine has stopped."""
+        return self._fileno
+
+    def wait(self, ticket: Ticket, timeout: float | None = None) -> bool:
+        """Wait for a ticket without an event loop; False when `timeout` seconds pass first.
+
+        Other tickets that finish meanwhile become done as well: threads that each wait for their own may share an
+        engine, and one of them polls for all.
+        """
+        return self._waiter.wait(ticket, timeout)
+
+    def wait_briefly(self, microseconds: int) -> bool:
+        """Spin for a completion without the GIL, `microseconds` at most; True if `drain` has something."""
+        with self._lock:
+            return self._handle is not None and self._lib.akv_engine_poll(self._handle, microseconds) == 1
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ask that what has not begun be dropped; what is at the device is waited for. The ticket still finishes."""
+        with self._lock:
+            if self._handle is not None and ticket.number in self._live:
+                self._lib.akv_engine_cancel(self._check_process(), ticket.number)
+
+    def stop(self) -> None:
+        """Refuse new batches and drop what has not begun. Drain until `is_stopped`, then `close`."""
+        with self._lock:
+            if self._handle is not None:
+                self._lib.akv_engine_stop(self._check_process())
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing is in flight any more and nothing will be."""
+        with self._lock:
+            return self._handle is None or self._lib.akv_engine_stopped(self._handle) == 1
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine's memory has been given back."""
+        return self._handle is None
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Stop, wait for the device, give everything back; again does nothing.
+
+        Returns False if the device does not answer within `timeout` seconds (default: the drain timeout). The memory
+        is then leaked on purpose, and so is everything the live tickets keep: the device may still write there.
+        """
+        if self._handle is None or os.getpid() != self._pid:
+            return True
+        self.stop()
+        until = time.monotonic() + (self.options.drain_timeout if timeout is None else timeout)
+        while not self.is_stopped:
+            left = until - time.monotonic()
+            if left <= 0:
+                self._leak()
+                return False
+            wait_readable(self._fileno, min(left, 0.1))
+            self.drain()
+        self.drain()
+        with self._lock:
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                self._lib.akv_engine_free(handle)
+        return True
+
+    def _leak(self) -> None:
+        _leaked.append(self)
+        _log.error(
+            "the device did not answer within %.1f s of close: %d batches and their memory are leaked, not freed",
+            self.options.drain_timeout,
+            len(self._live),
+        )
+
+    def statistics(self) -> EngineStatistics:
+        """Counters since the engine opened."""
+        totals = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
+        one = _akv.ffi.new("akv_statistics *")
+        with self._lock:
+            for ring in range(self.options.rings):
+                self._lib.akv_engine_statistics(self._open_handle(), ring, one)
+                for name in totals:
+                    value = getattr(one, name)
+                    totals[name] = (
+                        max(totals[name], value) if name in _SUMMED_BY_MAX else totals[name] + value
+                    )
+        return EngineStatistics(**totals)
+
+    def ring_info(self, ring: int = 0) -> RingInfo:
+        """What ring number `ring` got from the kernel."""
+        info = _akv.ffi.new("akv_ring_info *")
+        with self._lock:
+            self._lib.akv_engine_ring_info(self._open_handle(), ring, info)
+        return RingInfo(
+            setup_flags=info.setup_flags,
+            files_registered=bool(info.files_registered),
+            sparse_buffers=bool(info.sparse_buffers),
+            register_errno=-info.register_errno,
+            staging_nbytes=info.staging_nbytes,
+            registered_nbytes=info.registered_nbytes,
+        )
+
+    def _open_handle(self) -> Any:
+        if self._handle is None:
+            raise ClosedError("the engine is closed: open a new backend")
+        return self._check_process()
+
+    def _check_process(self) -> Any:
+        if _forked_from is not None and os.getpid() != self._pid:
+            raise ClosedError(
+                f"the engine belongs to process {self._pid} and this is its forked child {os.getpid()}: "
+                "open a new backend here, or start workers with the spawn method"
+            )
+        return self._handle
+
+
+# getpid is a system call; until somebody forks there is no need for it.
+_forked_from: int | None = None
+
+
+def _after_fork_in_child() -> None:
+    global _forked_from
+    _forked_from = os.getppid()
+    for engine in list(_engines):
+        engine._lock = threading.Lock()  # the parent may have held it at the moment of the fork
+        engine._waiter = TicketWaiter(engine)
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _submit_error(number: int, op_count: int) -> Exception:
+    if number == -errno.EAGAIN:
+        return BusyError("the engine holds as many requests as it may: drain it, then try again")
+    if number == -errno.ESHUTDOWN:
+        return ClosedError("the engine is closing: open a new backend")
+    if number == -errno.E2BIG:
+        return LayoutError(f"a batch of {op_count} ops is larger than max_requests: hand it over in parts")
+    if number == -errno.ECHILD:
+        return ClosedError("the engine belongs to the parent process: open a new backend in this one")
+    return storage_error(number, action="submit", file="batch", file_offset=None, nbytes=None)
+
+
+def _refusal(number: int, where: str) -> UnavailableError:
+    name = errno.errorcode.get(number, str(number))
+    return UnavailableError(
+        f"the engine cannot start: {where} failed with {name} ({os.strerror(number)})",
+        error_number=number,
+        step=where,
+    )

@@ -1,0 +1,51 @@
+"""`open_backend`: the best backend that works here, in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from aio_kv.backends.engine_backend import AutoBackend, EngineBackend, ThreadedBackend, UringBackend
+from aio_kv.engine.options import EngineOptions
+from aio_kv.errors import LayoutError, UnavailableError
+from aio_kv.files import LayerFiles
+from aio_kv.layout import GroupLayout
+
+__all__ = ["open_backend"]
+
+_BACKENDS: dict[str, type[EngineBackend]] = {
+    "auto": AutoBackend,
+    "uring": UringBackend,
+    "threads": ThreadedBackend,
+}
+
+
+def open_backend(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | LayerFiles,
+    layout: GroupLayout | None = None,
+    *,
+    backend: str = "auto",
+    device: int | None = None,
+    create: bool = True,
+    ram_bytes: int = 0,
+    options: EngineOptions | None = None,
+) -> EngineBackend:
+    """Return a backend to be opened with `async with` or `await`.
+
+    Args:
+        path: a directory, several (layer l lives in path[l % n]), or open `LayerFiles`.
+        layout: the geometry; may be left out with `LayerFiles`.
+        backend: "auto" takes the best rung that works and logs once why it is not a better one; "uring" and
+            "threads" raise `UnavailableError` at open where they do not work.
+        device: GPU index for device memory.
+        create: make the files if there are none; what exists is checked and opened.
+        ram_bytes: bytes of a pinned tier in front.
+        options: sizes and bounds.
+
+    Raises `LayoutError` for a wrong argument; everything else is raised when the backend opens.
+    """
+    if backend not in _BACKENDS:
+        raise LayoutError(f"backend is {backend!r}: must be one of {', '.join(_BACKENDS)}")
+    if ram_bytes:
+        raise UnavailableError("ram_bytes: this version has no RAM tier", hint="leave ram_bytes at 0")
+    return _BACKENDS[backend](path, layout, device=device, create=create, options=options)

@@ -1,0 +1,300 @@
+"""From group numbers and addresses to the list of I/Os that moves them. Pure and vectorised.
+
+An *op* is one I/O of at most `op_nbytes_max` bytes. Groups that touch in the file become one op; where their memory
+touches as well the op lands in it directly, where it is merely scattered and aligned the op is vectored, and
+everything else goes through a staging slot, with a copy list. A group larger than an op becomes several.
+
+No Python object is made per group: a plan of 100,000 groups is a few arrays.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aio_kv.errors import LayoutError
+from aio_kv.integers import Int64Array
+from aio_kv.layout import GroupLayout
+
+__all__ = [
+    "COPY_DTYPE",
+    "OP_DTYPE",
+    "RESULT_DTYPE",
+    "IoLimits",
+    "Placement",
+    "Plan",
+    "plan_groups",
+    "plan_one",
+]
+
+# The memory of these is what the native engine reads (akv_op, akv_copy, akv_result in native/akv.cdef.h).
+OP_DTYPE: Final = np.dtype(
+    [
+        ("file_offset", "=u8"),
+        ("address", "=u8"),
+        ("nbytes", "=u4"),
+        ("file", "=u4"),
+        ("copy_first", "=u4"),
+        ("copy_count", "=u4"),
+        ("placement", "=u4"),
+        ("reserved", "=u4"),
+    ]
+)
+COPY_DTYPE: Final = np.dtype([("address", "=u8"), ("op_offset", "=u4"), ("nbytes", "=u4")])
+RESULT_DTYPE: Final = np.dtype([("code", "=i4"), ("nbytes", "=u4")])
+_PACK_OP: Final = struct.Struct("=QQIIIIII").pack
+_PACK_COPY: Final = struct.Struct("=QII").pack
+
+# From here on a scattered run is worth one op per piece: it can use a registered buffer, a vectored op cannot.
+_VECTORED_STRIDE_MAX: Final = 64 << 10
+
+
+class Placement(IntEnum):
+    """Where the bytes of an op are (AKV_DIRECT, AKV_STAGED, AKV_VECTORED)."""
+
+    DIRECT = 0
+    STAGED = 1
+    VECTORED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class IoLimits:
+    """What the files and the device ask of an I/O, in bytes; alignments of 1 mean buffered files."""
+
+    memory_alignment: int
+    offset_alignment: int
+    op_nbytes_max: int
+    iov_max: int = 128
+
+
+class Plan(NamedTuple):
+    """The I/Os of one transfer.
+
+    `ops` (OP_DTYPE) in file order and `copies` (COPY_DTYPE), grouped by op, are read by the engine until the transfer
+    has ended. Request i is done when ops `op_of_request[i]` to `+ ops_per_request` are.
+    """
+
+    ops: NDArray[Any] | bytes
+    op_count: int
+    copies: NDArray[Any] | bytes | None
+    copy_count: int
+    op_of_request: Int64Array | None
+    ops_per_request: int
+
+
+def plan_one(
+    layout: GroupLayout,
+    group_id: int,
+    address: int,
+    limits: IoLimits,
+    *,
+    is_write: bool,
+    is_device: bool = False,
+) -> Plan:
+    """Plan one group no larger than an op: the same result as `plan_groups`, in plain integers (a few microseconds)."""
+    layer, index = divmod(group_id, layout.groups_per_layer)
+    payload, stride = layout.payload_nbytes, layout.stride
+    nbytes = stride if is_write else -(-payload // limits.offset_alignment) * limits.offset_alignment
+    if nbytes == payload and not is_device and address % limits.memory_alignment == 0:
+        op = _PACK_OP(index * stride, address, nbytes, layer, 0, 0, 0, 0)
+        return Plan(op, 1, None, 0, None, 1)
+    op = _PACK_OP(index * stride, 0, nbytes, layer, 0, 1, 1, 0)
+    return Plan(op, 1, _PACK_COPY(address, 0, payload), 1, None, 1)
+
+
+def plan_groups(
+    layout: GroupLayout,
+    ids: Int64Array,
+    addresses: Int64Array,
+    limits: IoLimits,
+    *,
+    is_write: bool,
+    is_device: bool = False,
+) -> Plan:
+    """Plan the movement of groups `ids` to or from `addresses` (int64, one per group; payload_nbytes each).
+
+    Reads may name a group twice: it is read once and copied twice. Raises `LayoutError` for a group twice in a write.
+    """
+    order = None if _is_increasing(ids) else np.argsort(ids, kind="stable")
+    sorted_ids = ids if order is None else ids[order]
+    sorted_addresses = addresses if order is None else addresses[order]
+    is_first = np.ones(len(ids), dtype=bool)
+    if order is not None:
+        np.not_equal(sorted_ids[1:], sorted_ids[:-1], out=is_first[1:])
+    has_twins = order is not None and not is_first.all()
+    if has_twins and is_write:
+        twin = int(sorted_ids[1:][~is_first[1:]][0])
+        raise LayoutError(f"group {twin} ({layout.key(twin)}) is twice in one write: which bytes should win?")
+    group_of_request = np.cumsum(is_first) - 1 if has_twins else None
+    unique = sorted_ids[is_first] if has_twins else sorted_ids
+    first_address = sorted_addresses[is_first] if has_twins else sorted_addresses
+    is_landable = _landable(layout, first_address, limits, is_write, is_device)
+    if group_of_request is not None:
+        is_landable &= np.bincount(group_of_request, minlength=len(unique)) == 1
+    requests = _Requests(order, sorted_addresses, group_of_request)
+    split = _split_groups if layout.stride > limits.op_nbytes_max else _merge_groups
+    return split(layout, unique, first_address, is_landable, limits, requests, is_write)
+
+
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    """The requests in file order; several may want one group (`group_of_request`, None when each wants its own)."""
+
+    order: Int64Array | None
+    addresses: Int64Array
+    group_of_request: Int64Array | None
+
+    def per_group(self, values: NDArray[Any]) -> NDArray[Any]:
+        return values if self.group_of_request is None else values[self.group_of_request]
+
+    def in_call_order(self, values: Int64Array) -> Int64Array:
+        if self.order is None:
+            return values
+        result = np.empty_like(values)
+        result[self.order] = values
+        return result
+
+
+def _is_increasing(ids: Int64Array) -> bool:
+    return bool((ids[1:] > ids[:-1]).all())
+
+
+def _landable(
+    layout: GroupLayout, addresses: Int64Array, limits: IoLimits, is_write: bool, is_device: bool
+) -> NDArray[np.bool_]:
+    # A write covers its padding too, which only a staging slot can provide; a read may leave it out.
+    is_whole = layout.payload_nbytes == layout.stride
+    is_fit = is_whole if is_write else layout.payload_nbytes % limits.offset_alignment == 0
+    if is_device or not is_fit:
+        return np.zeros(len(addresses), dtype=bool)
+    is_aligned: NDArray[np.bool_] = (addresses & (limits.memory_alignment - 1)) == 0
+    return is_aligned
+
+
+def _tail_nbytes(layout: GroupLayout, limits: IoLimits, is_write: bool) -> int:
+    # How much of the last group of an op is moved: all of it when writing, the payload when reading.
+    if is_write:
+        return layout.stride
+    return -(-layout.payload_nbytes // limits.offset_alignment) * limits.offset_alignment
+
+
+def _merge_groups(
+    layout: GroupLayout,
+    groups: Int64Array,
+    addresses: Int64Array,
+    is_landable: NDArray[np.bool_],
+    limits: IoLimits,
+    requests: _Requests,
+    is_write: bool,
+) -> Plan:
+    stride, payload = layout.stride, layout.payload_nbytes
+    layer = groups // layout.groups_per_layer
+    index = groups - layer * layout.groups_per_layer
+    does_touch = np.zeros(len(groups), dtype=bool)  # in the file, with the group before
+    np.equal(groups[1:], groups[:-1] + 1, out=does_touch[1:])
+    does_touch &= index != 0
+    does_follow = np.zeros(len(groups), dtype=bool)  # in memory, behind the group before
+    np.equal(addresses[1:], addresses[:-1] + stride, out=does_follow[1:])
+    if stride >= _VECTORED_STRIDE_MAX:
+        does_touch &= does_follow | ~is_landable
+    groups_max = max(1, min(limits.op_nbytes_max // stride, limits.iov_max))
+    op_starts, op_of_group, place_in_op = _cut(does_touch, groups_max)
+    counts = np.diff(op_starts, append=len(groups))
+    lands = np.logical_and.reduceat(is_landable, op_starts)
+    follows = np.logical_and.reduceat(does_follow | (place_in_op == 0), op_starts)
+    is_alone = counts == 1
+    if payload == stride:
+        placement = np.where(lands, np.where(follows, Placement.DIRECT, Placement.VECTORED), Placement.STAGED)
+    else:
+        placement = np.where(lands & is_alone, Placement.DIRECT, Placement.STAGED)
+    ops = np.zeros(len(op_starts), dtype=OP_DTYPE)
+    ops["file_offset"] = index[op_starts] * stride
+    ops["file"] = layer[op_starts]
+    ops["nbytes"] = (counts - 1) * stride + _tail_nbytes(layout, limits, is_write)
+    ops["placement"] = placement
+    ops["address"] = np.where(placement == Placement.DIRECT, addresses[op_starts], 0)
+    op_of_request = requests.per_group(op_of_group)
+    copies = _copies(ops, op_of_request, requests, requests.per_group(place_in_op) * stride, payload)
+    return Plan(ops, len(ops), copies, len(copies), requests.in_call_order(op_of_request), 1)
+
+
+def _cut(does_touch: NDArray[np.bool_], groups_max: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Cut groups into ops: where each op starts, the op of each group, and the group's place in it."""
+    position = np.arange(len(does_touch))
+    run_starts = np.flatnonzero(~does_touch)
+    in_run = position - run_starts[np.cumsum(~does_touch) - 1]
+    is_start = in_run % groups_max == 0
+    op_starts = np.flatnonzero(is_start)
+    op_of_group = np.cumsum(is_start) - 1
+    return op_starts, op_of_group, position - op_starts[op_of_group]
+
+
+def _copies(
+    ops: NDArray[Any], op_of_request: Int64Array, requests: _Requests, op_offset: Int64Array, payload: int
+) -> NDArray[Any]:
+    """The copy list of all ops that are not direct; enters each op's range in it into `ops`."""
+    needs_copy = (ops["placement"] != Placement.DIRECT)[op_of_request]
+    owner = op_of_request[needs_copy]
+    copies = np.empty(len(owner), dtype=COPY_DTYPE)
+    copies["address"] = requests.addresses[needs_copy]
+    copies["op_offset"] = op_offset[needs_copy]
+    copies["nbytes"] = payload
+    counts = np.bincount(owner, minlength=len(ops))
+    ops["copy_count"] = counts
+    ops["copy_first"] = np.cumsum(counts) - counts
+    return copies
+
+
+def _split_groups(
+    layout: GroupLayout,
+    groups: Int64Array,
+    addresses: Int64Array,
+    is_landable: NDArray[np.bool_],
+    limits: IoLimits,
+    requests: _Requests,
+    is_write: bool,
+) -> Plan:
+    step = limits.op_nbytes_max
+    total = _tail_nbytes(layout, limits, is_write)
+    piece_starts = np.arange(0, total, step)
+    pieces = len(piece_starts)
+    layer = groups // layout.groups_per_layer
+    index = groups - layer * layout.groups_per_layer
+    ops = np.zeros((len(groups), pieces), dtype=OP_DTYPE)
+    ops["file_offset"] = (index * layout.stride)[:, None] + piece_starts
+    ops["file"] = layer[:, None]
+    ops["nbytes"] = np.minimum(step, total - piece_starts)
+    ops["placement"] = np.where(is_landable, Placement.DIRECT, Placement.STAGED)[:, None]
+    ops["address"] = np.where(is_landable[:, None], addresses[:, None] + piece_starts, 0)
+    # The payload may end before the last pieces, which are padding and have nothing to copy.
+    lengths = np.clip(layout.payload_nbytes - piece_starts, 0, step)
+    flat = ops.reshape(-1)
+    first_op = requests.per_group(np.arange(len(groups)) * pieces)
+    copies = _split_copies(flat, first_op, requests, piece_starts, lengths)
+    return Plan(flat, len(flat), copies, len(copies), requests.in_call_order(first_op), pieces)
+
+
+def _split_copies(
+    ops: NDArray[Any],
+    first_op: Int64Array,
+    requests: _Requests,
+    piece_starts: Int64Array,
+    lengths: Int64Array,
+) -> NDArray[Any]:
+    used = np.flatnonzero(lengths)
+    needs_copy = (ops["placement"] != Placement.DIRECT)[first_op]
+    owner = (first_op[needs_copy][:, None] + used).reshape(-1)
+    copies = np.zeros((int(needs_copy.sum()), len(used)), dtype=COPY_DTYPE)
+    copies["address"] = requests.addresses[needs_copy][:, None] + piece_starts[used]
+    copies["nbytes"] = lengths[used]
+    # Twins bring their pieces one request after the other; the engine wants them one op after the other.
+    order = np.argsort(owner, kind="stable")
+    counts = np.bincount(owner, minlength=len(ops))
+    ops["copy_count"] = counts
+    ops["copy_first"] = np.cumsum(counts) - counts
+    return copies.reshape(-1)[order]

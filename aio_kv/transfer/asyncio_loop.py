@@ -1,0 +1,135 @@
+"""The binding to asyncio, uvloop and every loop with their interface: one `add_reader` for all transfers.
+
+Cancellation. A task may be cancelled natively any number of times, and no shield of a cancel scope survives
+`task.cancel()`. So a wait catches every `CancelledError`, asks the transfer to drop what it can, goes on waiting until
+its memory is free, and raises the first one again. anyio scopes cancel again in every turn of the loop; the shield
+around the rest of the wait keeps them from doing so in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+
+from aio_kv.transfer.binding import BlockingJob
+
+if TYPE_CHECKING:
+    from aio_kv.transfer.dispatcher import Dispatcher
+    from aio_kv.transfer.transfer import Transfer
+
+__all__ = ["AsyncioBinding"]
+
+T = TypeVar("T")
+
+
+class AsyncioBinding:
+    """asyncio and every loop with its interface."""
+
+    def __init__(self, drain_timeout: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.name = f"asyncio loop {id(self.loop):#x}"
+        self.drain_timeout = drain_timeout
+        self._fd = -1
+
+    def is_current(self) -> bool:
+        return asyncio._get_running_loop() is self.loop
+
+    def describe_current(self) -> str:
+        loop = asyncio._get_running_loop()
+        return "no event loop" if loop is None else f"asyncio loop {id(loop):#x}"
+
+    def time(self) -> float:
+        return self.loop.time()
+
+    def watch(self, fd: int, on_ready: Callable[[], None]) -> None:
+        self._fd = fd
+        self.loop.add_reader(fd, on_ready)
+
+    async def unwatch(self) -> None:
+        if self._fd >= 0:
+            self.loop.remove_reader(self._fd)
+            self._fd = -1
+
+    async def wait_transfer(self, transfer: Transfer) -> None:
+        if not transfer.is_done:
+            transfer.dispatcher.spin(transfer)
+        if transfer.is_done:
+            return
+        timer = self._deadline_timer(transfer)
+        future = self.loop.create_future()
+        transfer.add_waiter(_waker(future))
+        transfer.interest += 1
+        try:
+            await future
+        except asyncio.CancelledError:
+            transfer.interest -= 1
+            if transfer.interest == 0:  # else somebody still wants it: only wait
+                transfer.cancel()
+            await self.wait_until(lambda: transfer.is_done, transfer.add_waiter, self.drain_timeout)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def wait_room(self, dispatcher: Dispatcher) -> None:
+        while not dispatcher.has_room:
+            future = self.loop.create_future()
+            wake = _waker(future)
+            dispatcher.add_room_waiter(wake)
+            try:
+                await future
+            except asyncio.CancelledError:
+                dispatcher.remove_room_waiter(wake)
+                raise
+
+    def _deadline_timer(self, transfer: Transfer) -> asyncio.TimerHandle | None:
+        # What waits for its turn outside the engine has nobody else to watch its deadline.
+        dispatcher = transfer.dispatcher
+        if not transfer.deadline_ns or not dispatcher.is_waiting(transfer):
+            return None
+        seconds = max(0.0, (transfer.deadline_ns - time.monotonic_ns()) / 1e9)
+        return self.loop.call_later(seconds, dispatcher.expire, transfer)
+
+    async def wait_until(
+        self,
+        is_true: Callable[[], bool],
+        subscribe: Callable[[Callable[[], None]], None],
+        timeout: float | None,
+    ) -> BaseException | None:
+        first: BaseException | None = None
+        until = None if timeout is None else self.loop.time() + timeout
+        while not is_true() and (until is None or self.loop.time() < until):
+            future = self.loop.create_future()
+            wake = _waker(future)
+            subscribe(wake)
+            timer = None if until is None else self.loop.call_at(until, wake)
+            try:
+                with anyio.CancelScope(shield=True):
+                    await future
+            except asyncio.CancelledError as error:
+                first = first or error
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        return first
+
+    async def run_in_thread(self, work: Callable[[], T]) -> tuple[T, BaseException | None]:
+        job = BlockingJob(work)
+
+        def subscribe(wake: Callable[[], None]) -> None:
+            job.on_end(lambda: self.loop.call_soon_threadsafe(wake))
+
+        cancelled = await self.wait_until(lambda: job.is_done, subscribe, None)
+        return job.result(), cancelled
+
+
+def _waker(future: asyncio.Future[None]) -> Callable[[], None]:
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    return wake

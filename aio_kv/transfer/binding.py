@@ -1,0 +1,98 @@
+"""What a backend needs from an event loop, and blocking work beside one. Knows neither asyncio nor trio."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from aio_kv.transfer.dispatcher import Dispatcher
+    from aio_kv.transfer.transfer import Transfer
+
+__all__ = ["BlockingJob", "LoopBinding"]
+
+T = TypeVar("T")
+
+
+class LoopBinding(Protocol):
+    """What backends need from the event loop they were opened in."""
+
+    name: str
+    drain_timeout: float
+
+    def is_current(self) -> bool:
+        """Whether the caller runs in this loop."""
+
+    def describe_current(self) -> str:
+        """Name the loop the caller runs in, for an error message."""
+
+    def time(self) -> float:
+        """The loop's clock in seconds, the clock of deadlines."""
+
+    def watch(self, fd: int, on_ready: Callable[[], None]) -> None:
+        """Call `on_ready` in the loop whenever `fd` is readable, until `unwatch`."""
+
+    async def unwatch(self) -> None:
+        """End `watch`; waits until no call is under way."""
+
+    async def wait_transfer(self, transfer: Transfer) -> None:
+        """Wait until a transfer is done; cancelled, ask it to drop what it can and still wait."""
+
+    async def wait_room(self, dispatcher: Dispatcher) -> None:
+        """Wait until the dispatcher has room for a transfer; an ordinary, cancellable wait."""
+
+    async def wait_until(
+        self,
+        is_true: Callable[[], bool],
+        subscribe: Callable[[Callable[[], None]], None],
+        timeout: float | None,
+    ) -> BaseException | None:
+        """Wait for `is_true` through any number of cancellations; returns the first one, to be raised by the caller.
+
+        `subscribe(wake)` is called before each wait and must have `wake` called when the answer may have changed.
+        Returns too when `timeout` seconds have passed.
+        """
+
+    async def run_in_thread(self, work: Callable[[], T]) -> tuple[T, BaseException | None]:
+        """Run `work` in a new thread and wait for its end through any number of cancellations."""
+
+
+class BlockingJob:
+    """Blocking work in a thread of its own. Ends with the work: no pool outlives a backend."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._wakes: list[Callable[[], object]] = []
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.is_done = False
+        self._thread = threading.Thread(target=self._run, name="aio_kv-blocking")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self.is_done = True
+            wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            wake()
+
+    def on_end(self, wake: Callable[[], object]) -> None:
+        """Have `wake` called, in the thread or now, when the work has ended."""
+        with self._lock:
+            if not self.is_done:
+                self._wakes.append(wake)
+                return
+        wake()
+
+    def result(self) -> Any:
+        """The value of the work; raises what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value

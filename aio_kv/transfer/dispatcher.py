@@ -1,0 +1,308 @@
+"""Feeds transfers to an engine, in order, and finishes them. Knows no event loop, does no I/O of its own.
+
+Order. Transfers that touch the same group take effect in the order of their calls when either of them writes: the
+later one is held until the earlier one has ended. Without it a read behind an un-awaited write returned old bytes 93
+times in 100. While nothing writes, the check is one comparison.
+
+Bounds. The engine holds `max_requests` ops; what does not fit waits here, and its transfer's place in line with it.
+More than `max_transfers` transfers are refused with `BusyError`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from aio_kv.engine import Batch, Engine, Kind, PythonEngine, Ticket
+from aio_kv.errors import BusyError, ClosedError
+from aio_kv.integers import Int64Array
+from aio_kv.plan import OP_DTYPE, Plan
+from aio_kv.transfer.binding import LoopBinding
+from aio_kv.transfer.transfer import Transfer
+
+__all__ = ["Dispatcher", "DispatcherStatistics", "OpDescription"]
+
+_log = logging.getLogger("aio_kv")
+_SPIN_NBYTES_MAX = 16 << 10
+_CHUNK_OPS = 4096  # ops per batch: long enough to cost nothing, short enough to spread over rings
+
+
+@dataclass(frozen=True, slots=True)
+class OpDescription:
+    """An op in words for an error message."""
+
+    file: str
+    file_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherStatistics:
+    """Counters of transfers: accepted, failed, cancelled by a call, held for order, and refused for want of room."""
+
+    transfers: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    held: int = 0
+    refused: int = 0
+    unobserved_failures: int = 0
+    active: int = 0
+
+
+class Dispatcher:
+    """The queue between transfers and one engine; used from one thread."""
+
+    def __init__(
+        self, engine: Engine | PythonEngine, binding: LoopBinding, *, path_of: Callable[[int], str]
+    ) -> None:
+        self.engine = engine
+        self.binding = binding
+        self._path_of = path_of
+        self._max_transfers = engine.options.max_transfers
+        self._rings = engine.options.rings if isinstance(engine, Engine) else 1
+        self._spin_us = engine.options.await_spin_us
+        self._spins = self._spin_misses = 0
+        self._active: dict[Transfer, None] = {}
+        self._writers: dict[Transfer, None] = {}
+        self._unfed: tuple[deque[Transfer], ...] = (deque(), deque(), deque())
+        self._has_unfed = False
+        self._room_waiters: list[Callable[[], None]] = []
+        self._drain_waiters: list[Callable[[], None]] = []
+        self._is_closing = False
+        self._counts = dict.fromkeys(DispatcherStatistics.__dataclass_fields__, 0)
+
+    def start(self, transfer: Transfer) -> None:
+        """Accept a transfer: feed it, queue it, or hold it behind others. Raises `BusyError`, `ClosedError`."""
+        if self._is_closing:
+            raise ClosedError("the backend is closed or closing: open a new one")
+        if len(self._active) >= self._max_transfers:
+            self._counts["refused"] += 1
+            raise BusyError(
+                f"{len(self._active)} transfers are in flight (max_transfers): await wait_ready() first"
+            )
+        if self._writers or (transfer.kind is not Kind.READ and self._active):
+            self._hold_behind_conflicts(transfer)
+        self._active[transfer] = None
+        self._counts["transfers"] += 1
+        if transfer.kind is not Kind.READ:
+            self._writers[transfer] = None
+        if transfer.blockers:
+            transfer.is_held = True
+            self._counts["held"] += 1
+        elif transfer.plan.op_count == 0:
+            self._finish(transfer)
+        elif self._unfed[transfer.priority] or not self._feed(transfer):
+            self._unfed[transfer.priority].append(transfer)
+            self._has_unfed = True
+
+    def _hold_behind_conflicts(self, transfer: Transfer) -> None:
+        earlier = self._writers if transfer.kind is Kind.READ else self._active
+        for other in earlier:
+            if transfer.kind is Kind.SYNC:
+                is_conflict = other.kind is Kind.WRITE
+            elif other.kind is Kind.SYNC:
+                is_conflict = False
+            else:
+                is_conflict = _overlaps(other.sorted_ids, transfer.sorted_ids)
+            if is_conflict:
+                transfer.blockers += 1
+                if other.dependents is None:
+                    other.dependents = []
+                other.dependents.append(transfer)
+
+    def _feed(self, transfer: Transfer) -> bool:
+        """Hand the rest of a transfer to the engine; False if it does not take all of it now."""
+        plan, step = transfer.plan, _CHUNK_OPS
+        ops, op_count, copies, copy_count = plan[:4]
+        results = transfer.results
+        if self._rings > 1:
+            step = min(step, -(-op_count // self._rings))
+        while (first := transfer.fed_ops) < op_count:
+            count = min(step, op_count - first)
+            is_whole = count == op_count
+            batch = Batch(
+                transfer.kind,
+                ops if is_whole else ops[first : first + count],
+                count,
+                results if is_whole else results[first : first + count],
+                copies,
+                copy_count,
+                transfer.priority,
+                transfer.deadline_ns,
+                transfer.owner,
+            )
+            try:
+                ticket = self.engine.submit(batch, tag=transfer)
+            except BusyError:
+                return False
+            transfer.tickets.append(ticket)
+            transfer.fed_ops = first + count
+        return True
+
+    def spin(self, transfer: Transfer) -> None:
+        """Look for the end of one small read for a moment, if it is all there is in flight.
+
+        Where the device is slower than the spin, looking is a waste: after a few misses it is only tried now and then.
+        """
+        if (
+            self._spin_us == 0
+            or len(self._active) != 1
+            or transfer.plan.op_count != 1
+            or transfer.kind is not Kind.READ
+        ):
+            return
+        self._spins += 1
+        if (self._spin_misses > 3 and self._spins % 64) or transfer.payload_nbytes > _SPIN_NBYTES_MAX:
+            return
+        if self.engine.wait_briefly(self._spin_us):
+            self.drain()
+        self._spin_misses = 0 if transfer.is_done else self._spin_misses + 1
+
+    def drain(self) -> None:
+        """Take what the engine has finished; finish, release and feed what that allows."""
+        for ticket in self.engine.drain():
+            transfer = ticket.tag
+            if isinstance(transfer, Transfer):
+                self._account(transfer, ticket)
+            elif callable(transfer):
+                transfer()
+        if self._has_unfed:
+            self._feed_queued()
+        if self._drain_waiters:
+            waiters, self._drain_waiters = self._drain_waiters, []
+            for wake in waiters:
+                wake()
+
+    def on_drain(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called once after the next drain."""
+        self._drain_waiters.append(wake)
+
+    def _account(self, transfer: Transfer, ticket: Ticket) -> None:
+        transfer.tickets.remove(ticket)
+        if ticket.status:
+            transfer.worst = transfer.worst or ticket.status
+        if not transfer.tickets and transfer.fed_ops == transfer.plan.op_count:
+            self._finish(transfer)
+
+    def _finish(self, transfer: Transfer) -> None:
+        self._active.pop(transfer)
+        self._writers.pop(transfer, None)
+        if transfer.worst:
+            self._counts["failed"] += 1
+        dependents, transfer.dependents = transfer.dependents, None
+        for region in transfer.regions:
+            region.release(transfer)
+        transfer.finish()
+        for dependent in dependents or ():
+            dependent.blockers -= 1
+            if dependent.blockers == 0 and not dependent.is_done:
+                dependent.is_held = False
+                self._unfed[dependent.priority].append(dependent)
+                self._has_unfed = True
+        if self._has_unfed:
+            self._feed_queued()
+        if self._room_waiters and len(self._active) < self._max_transfers:
+            self._room_waiters.pop(0)()
+
+    def _feed_queued(self) -> None:
+        for queue in self._unfed:
+            while queue:
+                transfer = queue[0]
+                if (
+                    not transfer.is_done
+                    and transfer.fed_ops < transfer.plan.op_count
+                    and not self._feed(transfer)
+                ):
+                    return
+                if queue and queue[0] is transfer:
+                    queue.popleft()
+        self._has_unfed = any(self._unfed)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Drop what has not begun; the transfer finishes when what has begun is done."""
+        if not transfer.is_done:
+            self._counts["cancelled"] += 1
+            self._drop(transfer, -errno.ECANCELED)
+
+    def _drop(self, transfer: Transfer, code: int) -> None:
+        transfer.drop_rest(code)
+        for ticket in transfer.tickets:
+            self.engine.cancel(ticket)
+        if not transfer.tickets:
+            self._finish(transfer)
+
+    def expire(self, transfer: Transfer) -> None:
+        """Past its deadline: answer what the engine has not been given; the engine sees to the rest itself."""
+        if not transfer.is_done and transfer.fed_ops < transfer.plan.op_count:
+            transfer.drop_rest(-errno.ETIME)
+            if not transfer.tickets:
+                self._finish(transfer)
+
+    def is_waiting(self, transfer: Transfer) -> bool:
+        """Whether some of the transfer is held or queued here, where no deadline is watched but by its awaiter."""
+        return transfer.fed_ops < transfer.plan.op_count
+
+    def close(self) -> None:
+        """Refuse new transfers, drop what has not begun, stop the engine; drain until `is_idle`."""
+        self._is_closing = True
+        for transfer in list(self._active):
+            if not transfer.is_done:
+                self._drop(transfer, -errno.ECANCELED)
+        self.engine.stop()
+        waiters, self._room_waiters = self._room_waiters, []
+        for wake in waiters:
+            wake()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer is in flight."""
+        return not self._active
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more transfer would be accepted (or refused as closed)."""
+        return self._is_closing or len(self._active) < self._max_transfers
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether new transfers are refused for good."""
+        return self._is_closing
+
+    def add_room_waiter(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called once when there is room for a transfer."""
+        self._room_waiters.append(wake)
+
+    def remove_room_waiter(self, wake: Callable[[], None]) -> None:
+        """Take back `add_room_waiter`; passes an unused turn on to the next in line."""
+        if wake in self._room_waiters:
+            self._room_waiters.remove(wake)
+        elif self._room_waiters and self.has_room:
+            self._room_waiters.pop(0)()
+
+    def count_unobserved(self, transfer: Transfer) -> None:
+        """Count a failure that nobody awaited."""
+        self._counts["unobserved_failures"] += 1
+
+    def describe_op(self, plan: Plan, index: int) -> OpDescription:
+        """Where an op goes: file, offset, length."""
+        op = np.frombuffer(plan.ops, dtype=OP_DTYPE)[index]
+        return OpDescription(self._path_of(int(op["file"])), int(op["file_offset"]), int(op["nbytes"]))
+
+    def statistics(self) -> DispatcherStatistics:
+        """Counters since the start."""
+        return DispatcherStatistics(**{**self._counts, "active": len(self._active)})
+
+
+def _overlaps(a: Int64Array, b: Int64Array) -> bool:
+    """Whether two sorted arrays share an element."""
+    if len(a) == 0 or len(b) == 0 or a[-1] < b[0] or b[-1] < a[0]:
+        return False
+    few, many = (a, b) if len(a) <= len(b) else (b, a)
+    places = np.searchsorted(many, few)
+    places[places == len(many)] = 0  # past the end: compared with the first, which is smaller
+    return bool((many[places] == few).any())

@@ -1,0 +1,142 @@
+"""Landing regions: callers' memory that the ring knows, so that I/O on it needs no staging and no page pinning."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from aio_kv.engine import Engine, Kind, PythonEngine, Ticket
+from aio_kv.errors import LayoutError
+from aio_kv.memory import HostMemory
+from aio_kv.transfer.binding import LoopBinding
+
+if TYPE_CHECKING:
+    from aio_kv.transfer.transfer import Transfer
+
+__all__ = ["LandingRegion", "RegionTable"]
+
+_PAGE = 4096
+
+
+class LandingRegion:
+    """Host memory registered with a backend. Made by `register_landing_region`; an async context manager.
+
+    The memory stays the caller's. It must not be freed before `aclose` has returned, which waits for the transfers
+    on it; the region itself keeps a reference to the memory's owner until then.
+    """
+
+    def __init__(self, memory: HostMemory, table: RegionTable) -> None:
+        self._memory: HostMemory | None = memory
+        self._table = table
+        self._users: set[Transfer] = set()
+        self._wakes: list[Callable[[], None]] = []
+        self.address = memory.address
+        self.nbytes = memory.nbytes
+        self.is_registered = False
+        self.refusal = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the region has been given back."""
+        return self._memory is None
+
+    def covers(self, first: int, last: int) -> bool:
+        """Whether any byte of [first, last] lies in the region."""
+        return first < self.address + self.nbytes and last >= self.address
+
+    def use(self, transfer: Transfer) -> None:
+        """Count a transfer whose memory lies here; it calls `release` when it is done."""
+        self._users.add(transfer)
+
+    def release(self, transfer: Transfer) -> None:
+        """The transfer is done."""
+        self._users.discard(transfer)
+        if not self._users:
+            wakes, self._wakes = self._wakes, []
+            for wake in wakes:
+                wake()
+
+    async def aclose(self) -> None:
+        """Wait for the transfers on the region, then have the ring forget it; again does nothing.
+
+        Cancelled, it finishes all the same and then raises.
+        """
+        await self._table.remove(self)
+
+    async def __aenter__(self) -> LandingRegion:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class RegionTable:
+    """The landing regions of one backend."""
+
+    def __init__(self, engine: Engine | PythonEngine, binding: LoopBinding) -> None:
+        self._engine = engine
+        self._binding = binding
+        self.regions: list[LandingRegion] = []
+
+    async def add(self, memory: HostMemory) -> LandingRegion:
+        """Register memory with every ring. Raises `LayoutError` for misaligned or overlapping memory."""
+        if memory.nbytes == 0 or memory.address % _PAGE or memory.nbytes % _PAGE:
+            raise LayoutError(
+                f"landing region at {memory.address:#x} of {memory.nbytes} bytes: address and length must be multiples "
+                f"of {_PAGE}; aio_kv.allocate_host gives such memory"
+            )
+        for other in self.regions:
+            if other.covers(memory.address, memory.address + memory.nbytes - 1):
+                raise LayoutError(
+                    f"landing region at {memory.address:#x} overlaps one that is registered already"
+                )
+        region = LandingRegion(memory, self)
+        self.regions.append(region)  # before the first wait: a second call must see it
+        cancelled = await self._command(region, Kind.REGION_ADD)
+        if cancelled is not None:
+            await self.remove(region)
+            raise cancelled
+        return region
+
+    async def _command(self, region: LandingRegion, kind: Kind) -> BaseException | None:
+        wakes: list[Callable[[], None]] = []
+        rings = self._engine.options.rings if isinstance(self._engine, Engine) else 1
+
+        def on_done() -> None:
+            while wakes:
+                wakes.pop()()
+
+        tickets: list[Ticket] = [
+            self._engine.submit_region(kind, region.address, region.nbytes, ring=ring, tag=on_done)
+            for ring in range(rings)
+        ]
+        cancelled = await self._binding.wait_until(
+            lambda: all(ticket.is_done for ticket in tickets), wakes.append, None
+        )
+        if kind is Kind.REGION_ADD:
+            region.refusal = next((-ticket.status for ticket in tickets if ticket.status), 0)
+            region.is_registered = region.refusal == 0
+        return cancelled
+
+    async def remove(self, region: LandingRegion) -> None:
+        """Forget a region once nothing uses it."""
+        if region.is_closed:
+            return
+        cancelled = await self._binding.wait_until(lambda: not region._users, region._wakes.append, None)
+        if region in self.regions:
+            self.regions.remove(region)
+            if not self._engine.is_closed and not self._engine.is_stopped:
+                again = await self._forget(region)
+                cancelled = cancelled or again
+        region._memory = None
+        if cancelled is not None:
+            raise cancelled
+
+    async def _forget(self, region: LandingRegion) -> BaseException | None:
+        if region.refusal in (errno.EOPNOTSUPP,) and not region.is_registered:
+            return None  # no ring ever knew it
+        return await self._command(region, Kind.REGION_REMOVE)

@@ -1,0 +1,66 @@
+"""What became of a transfer, request by request."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aio_kv.errors import AioKvError, DeadlineError, ShortReadError, storage_error
+
+__all__ = ["Outcome", "TransferReport", "error_of"]
+
+
+class Outcome(IntEnum):
+    """The end of one request. Everything but DONE means that its bytes must not be used."""
+
+    DONE = 0
+    FAILED = 1
+    CANCELLED = 2
+    LATE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """The outcomes of a transfer.
+
+    Attributes:
+        outcomes: int8 array of `Outcome` values, one per request, in the order of the call.
+        loaded_prefix: how many requests from the first on are DONE without a gap.
+        nbytes: payload bytes of the DONE requests.
+        errors: the first few failures, in the order of the call.
+    """
+
+    outcomes: NDArray[np.int8]
+    loaded_prefix: int
+    nbytes: int
+    errors: tuple[AioKvError, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every request is DONE."""
+        return self.loaded_prefix == len(self.outcomes)
+
+
+def outcomes_of(codes: NDArray[Any]) -> NDArray[np.int8]:
+    """Translate engine codes (0 or -errno) to outcomes."""
+    outcomes = np.full(len(codes), Outcome.FAILED, dtype=np.int8)
+    outcomes[codes == 0] = Outcome.DONE
+    outcomes[codes == -errno.ECANCELED] = Outcome.CANCELLED
+    outcomes[codes == -errno.ETIME] = Outcome.LATE
+    return outcomes
+
+
+def error_of(code: int, *, action: str, file: str, file_offset: int, nbytes: int, arrived: int) -> AioKvError:
+    """The exception that says what an engine code means for one I/O."""
+    if code == -errno.ETIME:
+        return DeadlineError(
+            f"{action} of {file}, offset {file_offset}, {nbytes} bytes: not begun before its deadline"
+        )
+    if code == -errno.ENODATA:
+        return ShortReadError(action, arrived=arrived, file=file, file_offset=file_offset, nbytes=nbytes)
+    return storage_error(code, action=action, file=file, file_offset=file_offset, nbytes=nbytes)

@@ -1,0 +1,226 @@
+"""One transfer: a read or write of any number of groups, from the call to its outcome.
+
+The transfer keeps the caller's memory alive until nothing touches it any more: `owner` is dropped when the last
+batch is done, never earlier, and a cancelled await returns only then (or after the drain timeout, when the engine
+goes on keeping it).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aio_kv.engine import Kind, Ticket
+from aio_kv.errors import AioKvError, StorageError, TransferError
+from aio_kv.integers import Int64Array
+from aio_kv.plan import RESULT_DTYPE, Plan
+from aio_kv.transfer.report import Outcome, TransferReport, error_of, outcomes_of
+
+if TYPE_CHECKING:
+    from aio_kv.transfer.dispatcher import Dispatcher
+
+__all__ = ["Transfer"]
+
+_log = logging.getLogger("aio_kv")
+_ERRORS_MAX = 8
+_ACTIONS = {Kind.READ: "read", Kind.WRITE: "write", Kind.SYNC: "fdatasync"}
+
+
+class Transfer:
+    """Groups on their way. Made by a backend's `read`, `write` and their kin; never by hand.
+
+    `await transfer` gives its `TransferReport`, or raises `TransferError` (a `StorageError`, with `.report`) unless
+    every request succeeded. Awaiting twice, or from several tasks, gives the same. A cancelled await asks that what
+    has not begun be dropped, and raises only when the transfer's memory is no longer touched.
+    """
+
+    # Defaults of the class: a transfer is made for every small read, and an attribute that is not set costs nothing.
+    owner: object = None
+    regions: tuple[Any, ...] = ()
+    dependents: list[Transfer] | None = None
+    blockers: int = 0  # earlier transfers on the same groups that have not ended
+    fed_ops: int = 0  # how many ops the engine has been given, or will never be
+    interest: int = 0  # awaiters that have not been cancelled
+    worst: int = 0  # the first engine code that was not 0
+    is_held: bool = False
+    is_done: bool = False
+    _sorted_ids: Int64Array | None = None
+    _waiters: list[Callable[[], None]] | None = None
+    _report: TransferReport | None = None
+    _error: TransferError | None = None
+    _has_observer: bool = False
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        kind: Kind,
+        plan: Plan,
+        group_ids: Int64Array | int,
+        request_count: int,
+        payload_nbytes: int,
+        priority: int,
+        deadline_ns: int,
+        owner: object,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.kind = kind
+        self.plan = plan
+        self.request_count = request_count
+        self.payload_nbytes = payload_nbytes
+        self.priority = priority
+        self.deadline_ns = deadline_ns
+        self.owner = owner
+        self.tickets: list[Ticket] = []  # at the engine
+        self._group_ids = group_ids
+        # The engine's answers, one RESULT_DTYPE record per op. One op is the hot path, and 8 bytes cost less than an
+        # array of one record.
+        self.results: Any = (
+            bytearray(8) if plan.op_count == 1 else np.zeros(plan.op_count, dtype=RESULT_DTYPE)
+        )
+
+    def __await__(self) -> Generator[Any, Any, TransferReport]:
+        return self._complete().__await__()
+
+    async def _complete(self) -> TransferReport:
+        await self.dispatcher.binding.wait_transfer(self)
+        report = self._observe()
+        if self._error is not None:
+            raise self._error
+        return report
+
+    async def outcome(self) -> TransferReport:
+        """Wait like `await transfer`, and return the report of a mix without raising for failed requests."""
+        await self.dispatcher.binding.wait_transfer(self)
+        return self._observe()
+
+    def _observe(self) -> TransferReport:
+        self._has_observer = True
+        if self._report is None:
+            self._report = self._conclude()
+        return self._report
+
+    async def enqueued(self) -> None:
+        """Make the caller's stream wait for the copies of this transfer; then work launched on it sees the bytes.
+
+        With host memory there is no stream: this waits as `await transfer` does. Raises `TransferError` before any
+        launch if a request failed.
+        """
+        await self._complete()
+
+    def cancel(self) -> None:
+        """Drop what has not begun. What is at the device goes on; the transfer ends when that has ended."""
+        self.dispatcher.cancel(self)
+
+    @property
+    def group_ids(self) -> Int64Array:
+        """The groups, in the order of the call."""
+        ids = self._group_ids
+        return np.array([ids], dtype=np.int64) if isinstance(ids, int) else ids
+
+    @property
+    def sorted_ids(self) -> Int64Array:
+        """The groups in rising order, for comparisons with other transfers."""
+        if self._sorted_ids is None:
+            self._sorted_ids = np.sort(self.group_ids)
+        return self._sorted_ids
+
+    def add_waiter(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called once when the transfer is done."""
+        if self._waiters is None:
+            self._waiters = []
+        self._waiters.append(wake)
+
+    def finish(self) -> None:
+        """Called by the dispatcher when nothing of the transfer is in flight: let go of memory, wake everybody."""
+        self.is_done = True
+        self.owner = None
+        waiters, self._waiters = self._waiters, None
+        for wake in waiters or ():
+            wake()
+
+    def drop_rest(self, code: int) -> None:
+        """Answer the ops that the engine has not been given with `code`."""
+        rest = self.records()[self.fed_ops :]
+        if len(rest):
+            rest["code"] = code
+            self.worst = self.worst or code
+        self.fed_ops = self.plan.op_count
+
+    def records(self) -> NDArray[Any]:
+        """The results as an array."""
+        return np.frombuffer(self.results, dtype=RESULT_DTYPE)
+
+    def _conclude(self) -> TransferReport:
+        count = self.request_count
+        if self.worst == 0:
+            return TransferReport(np.zeros(count, dtype=np.int8), count, count * self.payload_nbytes)
+        codes, first_op = self._request_codes()
+        outcomes = outcomes_of(codes)
+        is_done = outcomes == Outcome.DONE
+        prefix = len(outcomes) if is_done.all() else int(np.argmin(is_done))
+        failed = np.flatnonzero(~is_done)
+        errors = tuple(
+            self._request_error(int(i), int(codes[i]), int(first_op[i])) for i in failed[:_ERRORS_MAX]
+        )
+        report = TransferReport(outcomes, prefix, int(is_done.sum()) * self.payload_nbytes, errors)
+        if errors:
+            self._error = self._summary(report, errors[0], len(failed))
+        return report
+
+    def _request_codes(self) -> tuple[NDArray[Any], Int64Array]:
+        """For each request its code, and the op that it comes from (the first of its ops that failed)."""
+        codes = self.records()["code"]
+        first = self.plan.op_of_request
+        if first is None:
+            first = np.zeros(self.request_count, dtype=np.int64)
+        pieces = first[:, None] + np.arange(self.plan.ops_per_request)
+        worst = np.argmax(codes[pieces] != 0, axis=1)
+        op = pieces[np.arange(len(pieces)), worst]
+        return codes[op], op
+
+    def _request_error(self, index: int, code: int, op_index: int) -> AioKvError:
+        op = self.dispatcher.describe_op(self.plan, op_index)
+        arrived = int(self.records()[op_index]["nbytes"])
+        return error_of(
+            code,
+            action=_ACTIONS[self.kind],
+            file=op.file,
+            file_offset=op.file_offset,
+            nbytes=op.nbytes,
+            arrived=arrived,
+        )
+
+    def _summary(self, report: TransferReport, first: AioKvError, failed: int) -> TransferError:
+        number = first.errno if isinstance(first, StorageError) else errno.ETIME
+        error = TransferError(
+            f"{_ACTIONS[self.kind]} of {failed} of {self.request_count} requests",
+            report=report,
+            errno=number or errno.EIO,
+            file=getattr(first, "file", None),
+            file_offset=getattr(first, "file_offset", None),
+            nbytes=getattr(first, "nbytes", None),
+            hint=getattr(first, "hint", None) or str(first),
+        )
+        error.__cause__ = first
+        return error
+
+    def __repr__(self) -> str:
+        state = "done" if self.is_done else "held" if self.is_held else "in flight"
+        return f"<Transfer {_ACTIONS[self.kind]} of {self.request_count} requests, {state}>"
+
+    def __del__(self) -> None:
+        # Nothing is freed here: this only keeps a failure that nobody looked at from passing in silence.
+        if getattr(self, "worst", 0) and self.is_done and not self._has_observer:
+            self.dispatcher.count_unobserved(self)
+            name = errno.errorcode.get(-self.worst, str(self.worst))
+            _log.error(
+                "a %s of %d requests failed (%s) and was never awaited",
+                _ACTIONS[self.kind],
+                self.request_count,
+                name,
+            )

@@ -1,0 +1,148 @@
+/* What Python may see of the engine. Read both by the C compiler (through akv.h) and by cffi, so it holds
+ * declarations only: no preprocessor lines.
+ *
+ * Results are zero, a count, or a negative errno. Nothing here calls back into Python.
+ *
+ * OWNERSHIP. `ops`, `copies`, `results` and every address they name belong to the engine from a successful
+ * akv_engine_submit until the batch's ticket has come out of akv_engine_drain: the caller keeps them alive and
+ * leaves them alone until then, whether the batch was cancelled or not. The engine reads each op once, when it
+ * starts it, and checks it then; it writes `results` and read destinations only while it owns them.
+ *
+ * THREADS. Any thread may call any function; akv_engine_free is called once, after akv_engine_stopped says 1 and
+ * nothing else uses the engine. One reactor thread per ring does all the work and never touches Python.
+ * After fork() every call in the child answers -ECHILD and does nothing.
+ */
+
+typedef struct akv_engine akv_engine;
+
+enum { AKV_SOURCE_URING = 0, AKV_SOURCE_THREADS = 1 };
+enum { AKV_READ = 0, AKV_WRITE = 1, AKV_SYNC = 2, AKV_REGION_ADD = 3, AKV_REGION_REMOVE = 4 };
+enum { AKV_DIRECT = 0, AKV_STAGED = 1, AKV_VECTORED = 2 };
+enum { AKV_NO_FIXED = 1, AKV_NO_DEFER = 2, AKV_SCHED_BATCH = 4, AKV_NO_COOP = 8 };
+
+/* One I/O of at most max_op_nbytes.
+ *   direct:   `address` is where the bytes go to or come from.
+ *   staged:   the engine lends a staging slot; `copies` move the pieces between the slot and memory. What a staged
+ *             write does not cover with copies is written as zeros.
+ *   vectored: `copies`, in order and without gaps, are the memory of one scattered read or gathered write. */
+typedef struct {
+    uint64_t file_offset;
+    uint64_t address;
+    uint32_t nbytes;
+    uint32_t file;
+    uint32_t copy_first;
+    uint32_t copy_count;
+    uint32_t placement;
+    uint32_t reserved;
+} akv_op;
+
+typedef struct {
+    uint64_t address;
+    uint32_t op_offset;
+    uint32_t nbytes;
+} akv_copy;
+
+/* code: 0 or -errno; -ENODATA is end of file, -ECANCELED dropped before the start, -ETIME past its deadline.
+ * nbytes: how much of the op had arrived. */
+typedef struct {
+    int32_t code;
+    uint32_t nbytes;
+} akv_result;
+
+typedef struct {
+    int64_t ticket;
+    int32_t status;
+    uint32_t failed;
+} akv_completion;
+
+enum { AKV_FAULT_ERROR = 0, AKV_FAULT_SHORT = 1, AKV_FAULT_DELAY = 2, AKV_FAULT_REORDER = 3 };
+
+/* Faults are for tests: they act below the engine's logic, where the kernel's answer would come from.
+ * A rule applies to every `every`-th op (counting from `phase`) of `kind` (-1: any), at most `times` times.
+ *   ERROR:   no I/O, the op is answered with `value` (a negative errno, or 0 for end of file)
+ *   SHORT:   at most `value` bytes are asked of the device
+ *   DELAY:   the answer comes `value` microseconds late;   REORDER: up to `value` microseconds late, at random */
+typedef struct {
+    int32_t kind;
+    uint32_t action;
+    int32_t value;
+    uint32_t every;
+    uint32_t phase;
+    uint32_t times;
+} akv_fault;
+
+typedef struct {
+    uint32_t source;
+    uint32_t flags;
+    uint32_t rings;
+    uint32_t queue_depth;
+    uint32_t threads;
+    uint32_t max_batches;
+    uint32_t max_requests;
+    uint32_t small_nbytes;
+    uint32_t max_op_nbytes;
+    uint32_t memory_alignment;
+    uint32_t offset_alignment;
+    uint32_t spin_us;
+    uint64_t bulk_nbytes;
+    uint64_t staging_nbytes;
+    const int *fds;
+    uint32_t fd_count;
+    uint32_t fault_count;
+    const akv_fault *faults;
+    uint64_t fault_seed;
+} akv_options;
+
+/* Where akv_engine_open failed. */
+enum { AKV_AT_OPTIONS = 0, AKV_AT_MEMORY = 1, AKV_AT_THREAD = 2, AKV_AT_SETUP = 3, AKV_AT_NOP = 4, AKV_AT_EVENTFD = 5 };
+
+typedef struct {
+    uint64_t batches;
+    uint64_t ops;
+    uint64_t submits;
+    uint64_t sleeps;
+    uint64_t wakes;
+    uint64_t bytes_read;
+    uint64_t bytes_written;
+    uint64_t bytes_staged;
+    uint64_t fixed_ops;
+    uint64_t resumed_ops;
+    uint64_t retried_ops;
+    uint64_t failed_ops;
+    uint64_t dropped_ops;
+    uint64_t faults;
+    uint64_t in_flight_max;
+    uint64_t bulk_nbytes_max;
+    uint64_t in_flight;
+    uint64_t slots_leased;
+    uint64_t overflows;
+} akv_statistics;
+
+typedef struct {
+    uint32_t setup_flags;
+    uint32_t files_registered;
+    uint32_t sparse_buffers;
+    int32_t register_errno;
+    uint64_t staging_nbytes;
+    uint64_t registered_nbytes;
+} akv_ring_info;
+
+akv_engine *akv_engine_open(const akv_options *options, int32_t *code, int32_t *where);
+int akv_engine_fileno(akv_engine *engine);
+int64_t akv_engine_submit(akv_engine *engine, uint32_t ring, uint32_t kind, uint32_t priority, int64_t deadline_ns,
+                          const akv_op *ops, uint32_t op_count, const akv_copy *copies, uint32_t copy_count,
+                          akv_result *results);
+int64_t akv_engine_region(akv_engine *engine, uint32_t ring, uint32_t kind, uint64_t address, uint64_t nbytes);
+int akv_engine_drain(akv_engine *engine, akv_completion *out, uint32_t max);
+/* Spins until something can be drained (1) or `microseconds` have passed (0). */
+int akv_engine_poll(akv_engine *engine, uint32_t microseconds);
+int akv_engine_cancel(akv_engine *engine, int64_t ticket);
+int akv_engine_stop(akv_engine *engine);
+int akv_engine_stopped(akv_engine *engine);
+int akv_engine_statistics(akv_engine *engine, uint32_t ring, akv_statistics *out);
+int akv_engine_ring_info(akv_engine *engine, uint32_t ring, akv_ring_info *out);
+int akv_engine_free(akv_engine *engine);
+
+/* Private, huge-page, DONTFORK, touched memory: the only kind the engine stages in. NULL: no memory. */
+void *akv_slab_new(uint64_t nbytes);
+int akv_slab_free(void *slab, uint64_t nbytes);

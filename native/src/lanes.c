@@ -1,0 +1,131 @@
+/* lanes.c: which op goes to the device next.
+ *
+ * Twelve queues: priority, then reads before writes, then small before bulk. Batches wait in call order; the first
+ * queue whose head may start wins. Bulk is capped in bytes: a 4 KiB read behind unlimited 1 MiB reads waited 25 to
+ * 50 ms, because the queue is in the device, where no later choice helps. Prefetch and background keep to a quarter
+ * of the depth while demand is there. One pick in 64 scans from the other end, so that no queue starves for ever. */
+#include <errno.h>
+
+#include "internal.h"
+
+static uint32_t lane_of(const struct akv_reactor *r, uint32_t nbytes)
+{
+    return nbytes <= r->engine->options.small_nbytes ? AKV_SMALL : AKV_BULK;
+}
+
+static uint32_t class_of(const struct akv_batch *b, uint32_t lane)
+{
+    return (b->priority * 2 + (b->kind != AKV_READ)) * AKV_LANES + lane;
+}
+
+static void skip_other_lane(struct akv_reactor *r, struct akv_batch *b, uint32_t lane)
+{
+    struct akv_lane_link *link = &b->lane[lane];
+    while (link->cursor < b->op_count && lane_of(r, b->ops[link->cursor].nbytes) != lane)
+        link->cursor++;
+}
+
+static void link_last(struct akv_reactor *r, struct akv_batch *b, uint32_t lane)
+{
+    uint32_t class = class_of(b, lane);
+    struct akv_batch *last = r->queue_tail[class];
+    b->lane[lane].prev = last;
+    b->lane[lane].next = NULL;
+    if (last)
+        last->lane[lane].next = b;
+    else
+        r->queue_head[class] = b;
+    r->queue_tail[class] = b;
+}
+
+static void unlink_lane(struct akv_reactor *r, struct akv_batch *b, uint32_t lane)
+{
+    uint32_t class = class_of(b, lane);
+    struct akv_lane_link *link = &b->lane[lane];
+    if (link->prev)
+        link->prev->lane[lane].next = link->next;
+    else
+        r->queue_head[class] = link->next;
+    if (link->next)
+        link->next->lane[lane].prev = link->prev;
+    else
+        r->queue_tail[class] = link->prev;
+    link->prev = link->next = NULL;
+    link->left = 0;
+}
+
+void akv_lanes_enter(struct akv_reactor *r, struct akv_batch *b)
+{
+    for (uint32_t i = 0; i < b->op_count; i++)
+        b->lane[lane_of(r, b->ops[i].nbytes)].left++;
+    for (uint32_t lane = 0; lane < AKV_LANES; lane++) {
+        if (b->lane[lane].left == 0)
+            continue;
+        skip_other_lane(r, b, lane);
+        link_last(r, b, lane);
+    }
+}
+
+/* Takes the batch out of its queues; ops that have not started stay without a result. */
+void akv_lanes_leave(struct akv_reactor *r, struct akv_batch *b)
+{
+    for (uint32_t lane = 0; lane < AKV_LANES; lane++)
+        if (b->lane[lane].left)
+            unlink_lane(r, b, lane);
+}
+
+static bool may_start(const struct akv_reactor *r, uint32_t class, uint32_t nbytes)
+{
+    const akv_options *options = &r->engine->options;
+    uint32_t lane = class % AKV_LANES;
+    uint32_t background = r->background_in_flight;
+    bool has_demand = r->in_flight > background;
+    for (uint32_t c = 0; c < 2 * AKV_LANES && !has_demand; c++)
+        has_demand = r->queue_head[c] != NULL;
+    if (class >= 2 * AKV_LANES && has_demand && background >= (options->queue_depth + 3) / 4)
+        return false;
+    if (lane == AKV_SMALL || r->in_flight_lane[AKV_BULK] == 0)
+        return true;
+    return r->bulk_in_flight_nbytes + nbytes <= options->bulk_nbytes &&
+           r->in_flight_lane[AKV_BULK] < (options->queue_depth * 3 + 3) / 4;
+}
+
+/* Starts the head of one queue if it may. */
+static bool issue_from(struct akv_reactor *r, uint32_t class)
+{
+    struct akv_batch *b = r->queue_head[class];
+    uint32_t lane = class % AKV_LANES;
+    if (!b)
+        return false;
+    struct akv_lane_link *link = &b->lane[lane];
+    if (link->cursor >= b->op_count) { /* the caller changed ops it had handed over */
+        akv_batch_drop_pending(r, b, -EINVAL);
+        return true;
+    }
+    uint32_t index = link->cursor;
+    akv_op op = b->ops[index]; /* read once: everything after works on this copy */
+    if (!may_start(r, class, op.nbytes) || !akv_flight_can_start(r, &op, lane))
+        return false;
+    link->cursor++;
+    if (--link->left == 0)
+        unlink_lane(r, b, lane);
+    else
+        skip_other_lane(r, b, lane);
+    akv_flight_start(r, b, index, &op, lane); /* may finish the batch: not touched after this */
+    return true;
+}
+
+static bool issue_one(struct akv_reactor *r)
+{
+    bool is_turned = (++r->picks & 63) == 0;
+    for (uint32_t i = 0; i < AKV_CLASSES; i++)
+        if (issue_from(r, is_turned ? AKV_CLASSES - 1 - i : i))
+            return true;
+    return false;
+}
+
+void akv_lanes_issue(struct akv_reactor *r)
+{
+    while (r->queued < AKV_SLICE && issue_one(r))
+        ;
+}
