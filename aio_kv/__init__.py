@@ -31,7 +31,8 @@ from aio_kv.errors import (
     TransferError,
     UnavailableError,
 )
-from aio_kv.files import DirectAlignment, LayerFiles
+from aio_kv.direct import DirectAlignment
+from aio_kv.files import LayerFiles
 from aio_kv.layout import GroupKey, GroupLayout, KvKind
 from aio_kv.models import NAMED_LAYOUTS, ModelShape, named_layout
 from aio_kv.open import open_backend
