@@ -94,7 +94,7 @@ class BusyError(AioKvError):
 class UnavailableError(AioKvError):
     """An ability is missing on this machine.
 
-    `hint` says what would provide it; `error_number` and `step` are the errno and the step at which the system
+    `reason` is the message alone, `hint` says what would provide it; `error_number` and `step` are the errno and the step at which the system
     refused. Each is None where there is none.
     """
 
@@ -107,6 +107,7 @@ class UnavailableError(AioKvError):
         step: str | None = None,
     ) -> None:
         super().__init__(_with_hint(message, hint))
+        self.reason = message
         self.hint = hint
         self.error_number = error_number
         self.step = step

@@ -17,7 +17,7 @@ import numpy as np
 from aio_kv.backends.rungs import Refusal
 from aio_kv.backends.session import PathLike, Session, SessionPlan, check_options
 from aio_kv.backends.statistics import Statistics
-from aio_kv.engine import EngineStatistics, Kind
+from aio_kv.engine import Batch, EngineStatistics, Kind
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import ClosedError, LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
@@ -137,15 +137,15 @@ class EngineBackend:
         backend's until the transfer has ended. Raises `LayoutError` for a wrong key or memory, `BusyError` when
         `max_transfers` are in flight, `ClosedError`.
         """
-        if requests.__class__ is list and len(requests) == 1 and requests[0].__class__ is Read:
-            transfer = self._one(
-                Kind.READ,
-                self._layout.group_id(requests[0].key),
-                requests[0].into,
-                stream,
-                deadline,
-                priority,
-            )
+        if (
+            requests.__class__ is list
+            and len(requests) == 1
+            and requests[0].__class__ is Read
+            and deadline is None
+        ):
+            request = requests[0]
+            group_id = self._layout.group_id(request.key)
+            transfer = self._read_one(group_id, request.into, stream, priority)
             if transfer is not None:
                 return transfer
         return self._requests(Kind.READ, requests, stream, deadline, priority)
@@ -178,8 +178,9 @@ class EngineBackend:
 
         A group named twice is read once and copied twice. See `read`.
         """
-        if group_ids.__class__ is list and len(group_ids) == 1 and group_ids[0].__class__ is int:
-            transfer = self._one(Kind.READ, group_ids[0], into, stream, deadline, priority)
+        is_one = group_ids.__class__ is list and len(group_ids) == 1 and group_ids[0].__class__ is int
+        if is_one and deadline is None:
+            transfer = self._read_one(group_ids[0], into, stream, priority)
             if transfer is not None:
                 return transfer
         return self._groups(Kind.READ, group_ids, into, stream, deadline, priority)
@@ -289,20 +290,35 @@ class EngineBackend:
             session, kind, np.array(ids, dtype=np.int64), addresses, memories, deadline, priority
         )
 
-    def _one(
-        self, kind: Kind, group_id: int, place: Any, stream: Any, deadline: float | None, priority: Priority
-    ) -> Transfer | None:
-        """The short way for one group, which is what latency is measured by; None where the long way must look."""
+    def _read_one(self, group_id: int, place: Any, stream: Any, priority: Priority) -> Transfer | None:
+        """The short way for one group, which is what latency is measured by; None where the long way must look.
+
+        The I/O is handed over as soon as it is known what it is: everything else is prepared while the device works.
+        """
         session, layout = self._require_session(), self._layout
-        if not 0 <= group_id < layout.num_groups or layout.stride > session.limits.op_nbytes_max:
+        dispatcher, payload = session.dispatcher, layout.payload_nbytes
+        if (
+            not 0 <= group_id < layout.num_groups
+            or layout.stride > session.limits.op_nbytes_max
+            or priority.__class__ is not Priority
+            or not dispatcher.is_free(Kind.READ, priority)
+        ):
             return None
-        memory = self._memory(place, kind, stream)
-        if memory.nbytes != layout.payload_nbytes:
+        memory = self._memory(place, Kind.READ, stream)
+        if memory.nbytes != payload:
             return None
-        plan = plan_one(layout, group_id, memory.address, session.limits, is_write=kind is Kind.WRITE)
-        return self._hand_over(
-            session, kind, plan, group_id, 1, memory.address, memory.address, memory, deadline, priority
-        )
+        plan = plan_one(layout, group_id, memory.address, session.limits, is_write=False)
+        results = bytearray(8)
+        batch = Batch(Kind.READ, plan.ops, 1, results, plan.copies, plan.copy_count, priority, 0, memory)
+        ticket = dispatcher.submit_ahead(batch)
+        if ticket is None:
+            return None
+        transfer = Transfer(dispatcher, Kind.READ, plan, group_id, 1, payload, priority, 0, memory, results)
+        if session.table.regions:
+            transfer.use_regions(session.table.covering(memory.address, memory.address + payload - 1))
+        dispatcher.adopt(transfer, ticket)
+        transfer.expect_success()
+        return transfer
 
     def _memory(self, place: object, kind: Kind, stream: Any) -> HostMemory:
         if stream is not None or (place.__class__ not in _HOST_TYPES and is_device_memory(place)):
@@ -352,15 +368,11 @@ class EngineBackend:
         payload = self._layout.payload_nbytes
         transfer = Transfer(session.dispatcher, kind, plan, ids, count, payload, priority, deadline_ns, owner)
         if session.table.regions:
-            last = last_address + payload - 1
-            transfer.regions = tuple(r for r in session.table.regions if r.covers(first_address, last))
-            for region in transfer.regions:
-                region.use(transfer)
+            transfer.use_regions(session.table.covering(first_address, last_address + payload - 1))
         try:
             session.dispatcher.start(transfer)
         except BaseException:
-            for region in transfer.regions:
-                region.release(transfer)
+            transfer.release_regions()
             raise
         if kind is Kind.WRITE:
             session.note_write(transfer, self._layers_of(ids))

@@ -79,7 +79,7 @@ def open_engine(files: LayerFiles, options: EngineOptions, choice: str = "auto")
         try:
             engine = _open_proven(mechanism, files, limits, options)
         except UnavailableError as error:
-            refusals.append(Refusal(mechanism, str(error), error.hint or ""))
+            refusals.append(Refusal(mechanism, error.reason, error.hint or ""))
             continue
         name = mechanism
         if mechanism == "uring":
@@ -140,7 +140,7 @@ def _open(mechanism: str, fds: list[int], limits: IoLimits, options: EngineOptio
     except UnavailableError as error:
         hint = _uring_hint(error.error_number or 0) if mechanism == "uring" else None
         raise UnavailableError(
-            str(error), hint=hint, error_number=error.error_number, step=error.step
+            error.reason, hint=hint, error_number=error.error_number, step=error.step
         ) from error
 
 

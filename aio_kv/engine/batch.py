@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Batch", "Kind", "Ticket"]
 
@@ -19,8 +18,7 @@ class Kind(IntEnum):
     REGION_REMOVE = 4
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(NamedTuple):
     """I/Os handed to an engine together.
 
     `ops`, `copies` and `results` are buffers of OP_DTYPE, COPY_DTYPE and RESULT_DTYPE records (`aio_kv.plan`).
@@ -47,12 +45,14 @@ class Ticket:
     """
 
     # Defaults of the class: a ticket is made for every small read, and an attribute that is not set costs nothing.
-    number: int = -1
     is_done: bool = False
     status: int = 0
     failed: int = 0
 
-    def __init__(self, owners: tuple[object, ...], op_count: int, *, ring: int, tag: object = None) -> None:
+    def __init__(
+        self, number: int, owners: tuple[object, ...], op_count: int, *, ring: int, tag: object = None
+    ) -> None:
+        self.number = number
         self.owners = owners
         self.op_count = op_count
         self.ring = ring

@@ -23,6 +23,7 @@ from aio_kv.engine.statistics import EngineStatistics, RingInfo
 from aio_kv.engine.waiting import TicketWaiter, wait_readable
 from aio_kv.errors import BusyError, ClosedError, LayoutError, UnavailableError, storage_error
 from aio_kv.plan import IoLimits
+from aio_kv.positional import aligned_buffer
 
 _akv: Any = None
 _import_error: str | None = None
@@ -56,10 +57,14 @@ def allocate_host(nbytes: int) -> memoryview:
     """Return new private memory on huge pages where there are any, aligned to 2 MiB, as a writable memoryview.
 
     This is the memory that I/O is fastest with; hand it to `register_landing_region` once. It is freed with the last
-    view of it, and a forked child does not inherit it. Raises `UnavailableError` without the extension, MemoryError.
+    view of it, and a forked child does not inherit it. Without the extension it is only aligned to 4096 bytes and
+    inherited like any other memory. Raises MemoryError, `LayoutError`.
     """
-    _require_extension()
-    pointer = _akv.lib.akv_slab_new(nbytes) if nbytes > 0 else None
+    if nbytes <= 0:
+        raise LayoutError(f"nbytes is {nbytes}: must be at least 1")
+    if _akv is None:
+        return aligned_buffer(nbytes)
+    pointer = _akv.lib.akv_slab_new(nbytes)
     if not pointer:
         raise MemoryError(f"cannot allocate {nbytes} bytes of host memory")
     free = _akv.lib.akv_slab_free
@@ -139,6 +144,7 @@ class Engine:
         self._live: dict[int, Ticket] = {}
         self._load = [0] * options.rings
         self._lib = _akv.lib
+        self._submit = _akv.lib.akv_engine_submit
         self._from_buffer = _akv.ffi.from_buffer
         self._null = _akv.ffi.NULL
         source = _akv.lib.AKV_SOURCE_URING if uring else _akv.lib.AKV_SOURCE_THREADS
@@ -159,38 +165,37 @@ class Engine:
         From here on the engine owns everything the batch names. Raises `BusyError` when it holds as much as it may
         (nothing was taken: try again after a `drain`), `ClosedError`, `LayoutError` for malformed arguments.
         """
-        ops = self._from_buffer("akv_op[]", batch.ops)
-        copies = self._null if batch.copies is None else self._from_buffer("akv_copy[]", batch.copies)
-        results = self._from_buffer("akv_result[]", batch.results, True)
-        if len(ops) < batch.op_count or len(results) < batch.op_count:
-            raise LayoutError(
-                f"the batch counts {batch.op_count} ops: ops hold {len(ops)}, results {len(results)}"
-            )
-        if batch.copy_count and len(copies) < batch.copy_count:
-            raise LayoutError(f"the batch counts {batch.copy_count} copies but holds {len(copies)}")
+        kind, ops, op_count, results, copies, copy_count, priority, deadline_ns, owner = batch
+        ops = self._from_buffer("akv_op[]", ops)
+        copies = self._null if copies is None else self._from_buffer("akv_copy[]", copies)
+        results = self._from_buffer("akv_result[]", results, True)
+        if len(ops) < op_count or len(results) < op_count:
+            raise LayoutError(f"the batch counts {op_count} ops: ops hold {len(ops)}, results {len(results)}")
+        if copy_count and len(copies) < copy_count:
+            raise LayoutError(f"the batch counts {copy_count} copies but holds {len(copies)}")
         load = self._load
         ring = 0 if len(load) == 1 else load.index(min(load))
-        # The exports keep their objects alive, and Python from resizing them.
-        ticket = Ticket((ops, copies, results, batch.owner), batch.op_count, ring=ring, tag=tag)
         with self._lock:
-            number = self._lib.akv_engine_submit(
+            number = self._submit(
                 self._open_handle(),
                 ring,
-                batch.kind,
-                batch.priority,
-                batch.deadline_ns,
+                kind,
+                priority,
+                deadline_ns,
                 ops,
-                batch.op_count,
+                op_count,
                 copies,
-                batch.copy_count,
+                copy_count,
                 results,
             )
+            # What follows happens while the device works.
             if number >= 0:
-                ticket.number = number
+                # The exports keep their objects alive, and Python from resizing them.
+                ticket = Ticket(number, (ops, copies, results, owner), op_count, ring=ring, tag=tag)
                 self._live[number] = ticket
-                load[ring] += batch.op_count
+                load[ring] += op_count
                 return ticket
-        raise _submit_error(number, batch.op_count)
+        raise _submit_error(number, op_count)
 
     def submit_region(
         self, kind: Kind, address: int, nbytes: int, *, ring: int, tag: object = None
@@ -199,12 +204,10 @@ class Engine:
 
         The memory must stay valid until a REGION_REMOVE for it is done, which waits for the I/O on it.
         """
-        ticket = Ticket((), 0, ring=ring, tag=tag)
         with self._lock:
             number = self._lib.akv_engine_region(self._open_handle(), ring, kind, address, nbytes)
             if number >= 0:
-                ticket.number = number
-                self._live[number] = ticket
+                ticket = self._live[number] = Ticket(number, (), 0, ring=ring, tag=tag)
                 return ticket
         raise _submit_error(number, 0)
 

@@ -86,7 +86,7 @@ class PythonEngine:
 
     def submit(self, batch: Batch, *, tag: object = None) -> Ticket:
         """Hand a batch over; see `Engine.submit`."""
-        ticket = Ticket((batch,), batch.op_count, ring=0, tag=tag)
+        ticket = Ticket(-1, (batch,), batch.op_count, ring=0, tag=tag)
         work = _Work(ticket, batch)
         if batch.op_count < 1 or min(len(work.ops), len(work.results)) < batch.op_count:
             raise LayoutError(f"the batch counts {batch.op_count} ops: its buffers do not hold as many")
@@ -107,7 +107,7 @@ class PythonEngine:
         self, kind: Kind, address: int, nbytes: int, *, ring: int, tag: object = None
     ) -> Ticket:
         """Answer at once: there is no ring to register memory with."""
-        ticket = Ticket((), 0, ring=ring, tag=tag)
+        ticket = Ticket(-1, (), 0, ring=ring, tag=tag)
         ticket.status = -errno.EOPNOTSUPP if kind is Kind.REGION_ADD else -errno.ENOENT
         with self._lock:
             self._check_open()

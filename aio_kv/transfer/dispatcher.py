@@ -100,6 +100,35 @@ class Dispatcher:
             self._unfed[transfer.priority].append(transfer)
             self._has_unfed = True
 
+    def is_free(self, kind: Kind, priority: int) -> bool:
+        """Whether a transfer of these would go to the engine at once."""
+        return (
+            not self._is_closing
+            and not self._unfed[priority]
+            and not (self._writers if kind is Kind.READ else self._active)
+            and len(self._active) < self._max_transfers
+        )
+
+    def submit_ahead(self, batch: Batch) -> Ticket | None:
+        """Hand a batch over before its transfer exists, so that the device works while Python prepares the rest.
+
+        Only after `is_free`, and followed by `adopt` at once. None when the engine is full: then `start` it is.
+        """
+        try:
+            return self.engine.submit(batch)
+        except BusyError:
+            return None
+
+    def adopt(self, transfer: Transfer, ticket: Ticket) -> None:
+        """Take in the transfer of a batch that `submit_ahead` has handed over."""
+        ticket.tag = transfer
+        transfer.tickets.append(ticket)
+        transfer.fed_ops = ticket.op_count
+        self._active[transfer] = None
+        self._counts["transfers"] += 1
+        if transfer.kind is not Kind.READ:
+            self._writers[transfer] = None
+
     def _hold_behind_conflicts(self, transfer: Transfer) -> None:
         earlier = self._writers if transfer.kind is Kind.READ else self._active
         for other in earlier:
@@ -195,8 +224,7 @@ class Dispatcher:
         if transfer.worst:
             self._counts["failed"] += 1
         dependents, transfer.dependents = transfer.dependents, None
-        for region in transfer.regions:
-            region.release(transfer)
+        transfer.release_regions()
         transfer.finish()
         for dependent in dependents or ():
             dependent.blockers -= 1

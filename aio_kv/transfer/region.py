@@ -82,6 +82,10 @@ class RegionTable:
         self._binding = binding
         self.regions: list[LandingRegion] = []
 
+    def covering(self, first: int, last: int) -> tuple[LandingRegion, ...]:
+        """The regions that hold any byte of [first, last]."""
+        return tuple(region for region in self.regions if region.covers(first, last))
+
     async def add(self, memory: HostMemory) -> LandingRegion:
         """Register memory with every ring. Raises `LayoutError` for misaligned or overlapping memory."""
         if memory.nbytes == 0 or memory.address % _PAGE or memory.nbytes % _PAGE:

@@ -23,6 +23,7 @@ from aio_kv.transfer.report import Outcome, TransferReport, error_of, outcomes_o
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
+    from aio_kv.transfer.region import LandingRegion
 
 __all__ = ["Transfer"]
 
@@ -41,7 +42,7 @@ class Transfer:
 
     # Defaults of the class: a transfer is made for every small read, and an attribute that is not set costs nothing.
     owner: object = None
-    regions: tuple[Any, ...] = ()
+    regions: tuple[LandingRegion, ...] = ()
     dependents: list[Transfer] | None = None
     blockers: int = 0  # earlier transfers on the same groups that have not ended
     fed_ops: int = 0  # how many ops the engine has been given, or will never be
@@ -54,6 +55,7 @@ class Transfer:
     _report: TransferReport | None = None
     _error: TransferError | None = None
     _has_observer: bool = False
+    _success: TransferReport | None = None
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class Transfer:
         priority: int,
         deadline_ns: int,
         owner: object,
+        results: Any = None,
     ) -> None:
         self.dispatcher = dispatcher
         self.kind = kind
@@ -77,11 +80,8 @@ class Transfer:
         self.owner = owner
         self.tickets: list[Ticket] = []  # at the engine
         self._group_ids = group_ids
-        # The engine's answers, one RESULT_DTYPE record per op. One op is the hot path, and 8 bytes cost less than an
-        # array of one record.
-        self.results: Any = (
-            bytearray(8) if plan.op_count == 1 else np.zeros(plan.op_count, dtype=RESULT_DTYPE)
-        )
+        # The engine's answers, one RESULT_DTYPE record per op.
+        self.results: Any = np.zeros(plan.op_count, dtype=RESULT_DTYPE) if results is None else results
 
     def __await__(self) -> Generator[Any, Any, TransferReport]:
         return self._complete().__await__()
@@ -129,6 +129,22 @@ class Transfer:
             self._sorted_ids = np.sort(self.group_ids)
         return self._sorted_ids
 
+    def expect_success(self) -> None:
+        """Prepare the report of a success now, while the device works, instead of when everybody waits for it."""
+        self._success = _success(self.request_count, self.payload_nbytes)
+
+    def use_regions(self, regions: tuple[LandingRegion, ...]) -> None:
+        """Have landing regions count this transfer until it is done."""
+        self.regions = regions
+        for region in regions:
+            region.use(self)
+
+    def release_regions(self) -> None:
+        """Take back `use_regions`."""
+        for region in self.regions:
+            region.release(self)
+        self.regions = ()
+
     def add_waiter(self, wake: Callable[[], None]) -> None:
         """Have `wake` called once when the transfer is done."""
         if self._waiters is None:
@@ -156,9 +172,8 @@ class Transfer:
         return np.frombuffer(self.results, dtype=RESULT_DTYPE)
 
     def _conclude(self) -> TransferReport:
-        count = self.request_count
         if self.worst == 0:
-            return TransferReport(np.zeros(count, dtype=np.int8), count, count * self.payload_nbytes)
+            return self._success or _success(self.request_count, self.payload_nbytes)
         codes, first_op = self._request_codes()
         outcomes = outcomes_of(codes)
         is_done = outcomes == Outcome.DONE
@@ -224,3 +239,9 @@ class Transfer:
                 self.request_count,
                 name,
             )
+
+
+def _success(request_count: int, payload_nbytes: int) -> TransferReport:
+    return TransferReport(
+        np.zeros(request_count, dtype=np.int8), request_count, request_count * payload_nbytes
+    )

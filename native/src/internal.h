@@ -169,6 +169,7 @@ struct akv_reactor {
     uint32_t picks, region_count;
     int64_t next_deadline_ns; /* INT64_MAX: none */
     int64_t busy_until_ns; /* spin until then */
+    uint32_t spins[2], spin_misses[2]; /* waiting for an order, waiting for the device */
     bool must_notify, has_seen_stop;
     uint64_t fault_sequence[3], fault_random;
     uint32_t *fault_used;
