@@ -16,7 +16,7 @@
 typedef struct akv_engine akv_engine;
 
 enum { AKV_SOURCE_URING = 0, AKV_SOURCE_THREADS = 1 };
-enum { AKV_READ = 0, AKV_WRITE = 1, AKV_SYNC = 2, AKV_REGION_ADD = 3, AKV_REGION_REMOVE = 4 };
+enum { AKV_READ = 0, AKV_WRITE = 1, AKV_SYNC = 2, AKV_REGION_ADD = 3, AKV_REGION_REMOVE = 4, AKV_EVENT = 5 };
 enum { AKV_DIRECT = 0, AKV_STAGED = 1, AKV_VECTORED = 2 };
 enum { AKV_NO_FIXED = 1, AKV_NO_DEFER = 2, AKV_SCHED_BATCH = 4, AKV_NO_COOP = 8 };
 
@@ -42,17 +42,27 @@ typedef struct {
     uint32_t nbytes;
 } akv_copy;
 
-/* code: 0 or -errno; -ENODATA is end of file, -ECANCELED dropped before the start, -ETIME past its deadline.
+enum { AKV_CUDA_ERROR = 10000 };
+
+/* code: 0, -errno, or -(AKV_CUDA_ERROR + CUresult); -ENODATA is end of file, -ECANCELED dropped before the start, -ETIME past its deadline.
  * nbytes: how much of the op had arrived. */
 typedef struct {
     int32_t code;
     uint32_t nbytes;
 } akv_result;
 
+/* What happened to a batch. A batch with an order is told of twice:
+ *   stage AKV_ENQUEUED  every copy has been queued on the copy stream (or its op has failed); `event`, recorded behind the
+ *                       last of them, is valid until the batch's AKV_DONE has been drained
+ *   stage AKV_DONE      nothing will touch its memory any more */
+enum { AKV_DONE = 0, AKV_ENQUEUED = 1 };
 typedef struct {
     int64_t ticket;
+    uint64_t event;
     int32_t status;
     uint32_t failed;
+    uint32_t stage;
+    uint32_t reserved;
 } akv_completion;
 
 enum { AKV_FAULT_ERROR = 0, AKV_FAULT_SHORT = 1, AKV_FAULT_DELAY = 2, AKV_FAULT_REORDER = 3 };
@@ -70,6 +80,66 @@ typedef struct {
     uint32_t phase;
     uint32_t times;
 } akv_fault;
+
+/* CUDA, handed over at open: the engine links against nothing of it, and tests hand over a fake. The types are the
+ * driver API's (CUresult is int; CUcontext, CUstream, CUevent and CUfunction are pointers; CUdeviceptr is 64 bits).
+ * Everything is required but memcpy_batch_async (its CUDA 13 form), gather and scatter, which may be NULL: then the
+ * next way of copying serves. An error other than CUDA_ERROR_NOT_READY ends the device path for good: what was queued
+ * keeps its slots, because the hardware may still read or write them. */
+typedef struct {
+    uint32_t source_access_order;
+    uint32_t source_location_type;
+    int32_t source_location_id;
+    uint32_t target_location_type;
+    int32_t target_location_id;
+    uint32_t flags;
+} akv_copy_attributes; /* CUmemcpyAttributes */
+
+/* One entry of the list that the kernels read: gather moves from pinned host memory to the device, scatter back. */
+typedef struct {
+    uint64_t target;
+    uint64_t source;
+    uint64_t nbytes;
+} akv_kernel_copy;
+
+typedef struct {
+    void *context;
+    int (*ctx_set_current)(void *context);
+    int (*thread_exchange_capture_mode)(int *mode);
+    int (*event_create)(void **event, unsigned int flags);
+    int (*event_destroy)(void *event);
+    int (*event_record)(void *event, void *stream);
+    int (*event_query)(void *event);
+    int (*stream_create)(void **stream, unsigned int flags);
+    int (*stream_destroy)(void *stream);
+    int (*stream_wait_event)(void *stream, void *event, unsigned int flags);
+    int (*memcpy_htod_async)(uint64_t target, const void *source, size_t nbytes, void *stream);
+    int (*memcpy_dtoh_async)(void *target, uint64_t source, size_t nbytes, void *stream);
+    int (*memcpy_batch_async)(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count,
+                              akv_copy_attributes *attributes, size_t *attribute_indices, size_t attribute_count,
+                              void *stream);
+    int (*launch_kernel)(void *function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
+                         unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_nbytes,
+                         void *stream, void **parameters, void **extra);
+    int (*mem_host_register)(void *memory, size_t nbytes, unsigned int flags);
+    int (*mem_host_unregister)(void *memory);
+    int (*mem_host_get_device_pointer)(uint64_t *device, void *memory, unsigned int flags);
+    void *gather; /* kernel(const akv_kernel_copy *list, uint32_t count) */
+    void *scatter;
+    uint32_t kernel_blocks;
+    uint32_t kernel_threads;
+    uint32_t kernel_nbytes_max; /* copies up to this size go by kernel */
+    uint32_t batch_nbytes_max;  /* from there up to this size by memcpy_batch_async, when there are several */
+    uint32_t copy_streams;
+    uint32_t reserved;
+} akv_device;
+
+/* How a batch with device memory is ordered. `fence` (a recorded event, or NULL) holds its copies back; `stream_key`
+ * chooses the copy stream, so that a fence behind a long kernel holds up only its own caller. */
+typedef struct {
+    void *fence;
+    uint64_t stream_key;
+} akv_order;
 
 typedef struct {
     uint32_t source;
@@ -91,9 +161,11 @@ typedef struct {
     uint32_t fault_count;
     const akv_fault *faults;
     uint64_t fault_seed;
+    const akv_device *device; /* NULL: host memory only */
 } akv_options;
 
 /* Where akv_engine_open failed. */
+enum { AKV_AT_CUDA = 6 };
 enum { AKV_AT_OPTIONS = 0, AKV_AT_MEMORY = 1, AKV_AT_THREAD = 2, AKV_AT_SETUP = 3, AKV_AT_NOP = 4, AKV_AT_EVENTFD = 5 };
 
 typedef struct {
@@ -116,6 +188,17 @@ typedef struct {
     uint64_t in_flight;
     uint64_t slots_leased;
     uint64_t overflows;
+    uint64_t kernel_launches;
+    uint64_t kernel_copies;
+    uint64_t batch_copies;
+    uint64_t single_copies;
+    uint64_t copy_groups;
+    uint64_t bytes_to_device;
+    uint64_t bytes_from_device;
+    uint64_t cuda_calls;
+    uint64_t cuda_calls_slow;
+    uint64_t cuda_call_ns_max;
+    uint64_t slots_leaked;
 } akv_statistics;
 
 typedef struct {
@@ -131,7 +214,9 @@ akv_engine *akv_engine_open(const akv_options *options, int32_t *code, int32_t *
 int akv_engine_fileno(akv_engine *engine);
 int64_t akv_engine_submit(akv_engine *engine, uint32_t ring, uint32_t kind, uint32_t priority, int64_t deadline_ns,
                           const akv_op *ops, uint32_t op_count, const akv_copy *copies, uint32_t copy_count,
-                          akv_result *results);
+                          akv_result *results, const akv_order *order);
+/* A batch that is done when `event`, which the caller has recorded and keeps, is. */
+int64_t akv_engine_watch(akv_engine *engine, uint32_t ring, void *event);
 int64_t akv_engine_region(akv_engine *engine, uint32_t ring, uint32_t kind, uint64_t address, uint64_t nbytes);
 int akv_engine_drain(akv_engine *engine, akv_completion *out, uint32_t max);
 /* Spins until something can be drained (1) or `microseconds` have passed (0). */

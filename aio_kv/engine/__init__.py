@@ -4,19 +4,21 @@
 threads, for installations without the compiled extension. Only this package touches cffi.
 """
 
-from aio_kv.engine.batch import Batch, Kind, Ticket
+from aio_kv.engine.batch import CUDA_ERROR, Batch, Kind, Order, Ticket
 from aio_kv.engine.native import Engine, extension_error, has_extension
 from aio_kv.engine.options import Fault, FaultAction
 from aio_kv.engine.python import PythonEngine
 from aio_kv.engine.statistics import EngineStatistics, RingInfo
 
 __all__ = [
+    "CUDA_ERROR",
     "Batch",
     "Engine",
     "EngineStatistics",
     "Fault",
     "FaultAction",
     "Kind",
+    "Order",
     "PythonEngine",
     "RingInfo",
     "Ticket",

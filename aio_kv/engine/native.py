@@ -14,14 +14,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aio_kv.engine.batch import Batch, Kind, Ticket
+from aio_kv.engine.batch import CUDA_ERROR, Batch, Kind, Ticket
 from aio_kv.engine.options import EngineOptions
 from aio_kv.engine.statistics import EngineStatistics, RingInfo
 from aio_kv.engine.waiting import TicketWaiter, wait_readable
-from aio_kv.errors import BusyError, ClosedError, LayoutError, UnavailableError, storage_error
+from aio_kv.errors import BusyError, ClosedError, DeviceError, LayoutError, UnavailableError, storage_error
 from aio_kv.plan import IoLimits
 from aio_kv.positional import aligned_buffer
 
@@ -36,11 +36,11 @@ __all__ = ["Engine", "allocate_host", "extension_error", "has_extension"]
 
 _log = logging.getLogger("aio_kv")
 _DRAIN_MAX = 256
-_WHERE = ("options", "memory", "thread", "io_uring_setup", "NOP", "eventfd")
-_SUMMED_BY_MAX = ("in_flight_max", "bulk_nbytes_max")
+_WHERE = ("options", "memory", "thread", "io_uring_setup", "NOP", "eventfd", "CUDA")
+_SUMMED_BY_MAX = ("in_flight_max", "bulk_nbytes_max", "cuda_call_ns_max")
 
 # Engines whose device did not answer in time: their memory may still be written to, so it is never given back.
-_leaked: list[Engine] = []
+_leaked: list[object] = []
 
 
 def has_extension() -> bool:
@@ -117,6 +117,22 @@ def _options_struct(source: int, fds: Sequence[int], limits: IoLimits, options: 
     return struct, table, faults  # the struct points into the other two
 
 
+def _pointer(address: int) -> Any:
+    return _akv.ffi.cast("void *", address)
+
+
+def _device_struct(fields: Mapping[str, int]) -> Any:
+    """An akv_device from its fields as integers; every field of the struct must be named."""
+    struct = _akv.ffi.new("akv_device *")
+    kinds = dict(_akv.ffi.typeof("akv_device").fields)
+    if set(fields) != set(kinds) - {"reserved"}:
+        raise LayoutError(f"device has fields {sorted(fields)}: must be those of akv_device")
+    for name, value in fields.items():
+        kind = kinds[name].type
+        setattr(struct, name, value if kind.kind == "primitive" else _akv.ffi.cast(kind, value))
+    return struct
+
+
 class Engine:
     """Reads and writes of batches on a fixed table of files, through io_uring or a pool of native threads.
 
@@ -126,13 +142,21 @@ class Engine:
         limits: alignments of the files and the largest I/O.
         options: sizes and bounds.
         uring: True for io_uring, False for native threads.
+        device: for device memory, the fields of akv_device (native/akv.cdef.h) by name, addresses as integers; what
+            they point to stays the caller's, who keeps it until the engine is closed.
 
     Any thread may call any method. Raises `UnavailableError` naming the step the system refused, with `errno` in
     its `error_number` attribute. After `fork()` every use in the child raises `ClosedError`.
     """
 
     def __init__(
-        self, fds: Sequence[int], limits: IoLimits, options: EngineOptions, *, uring: bool = True
+        self,
+        fds: Sequence[int],
+        limits: IoLimits,
+        options: EngineOptions,
+        *,
+        uring: bool = True,
+        device: Mapping[str, int] | None = None,
     ) -> None:
         _require_extension()
         self.options = options
@@ -149,6 +173,9 @@ class Engine:
         self._null = _akv.ffi.NULL
         source = _akv.lib.AKV_SOURCE_URING if uring else _akv.lib.AKV_SOURCE_THREADS
         struct, *kept = _options_struct(source, fds, limits, options)
+        if device is not None:
+            kept.append(_device_struct(device))
+            struct.device = kept[-1]
         code, where = _akv.ffi.new("int32_t *"), _akv.ffi.new("int32_t *")
         handle = _akv.lib.akv_engine_open(struct, code, where)
         del kept  # open has copied both tables
@@ -165,7 +192,7 @@ class Engine:
         From here on the engine owns everything the batch names. Raises `BusyError` when it holds as much as it may
         (nothing was taken: try again after a `drain`), `ClosedError`, `LayoutError` for malformed arguments.
         """
-        kind, ops, op_count, results, copies, copy_count, priority, deadline_ns, owner = batch
+        kind, ops, op_count, results, copies, copy_count, priority, deadline_ns, owner, order = batch
         ops = self._from_buffer("akv_op[]", ops)
         copies = self._null if copies is None else self._from_buffer("akv_copy[]", copies)
         results = self._from_buffer("akv_result[]", results, True)
@@ -187,6 +214,7 @@ class Engine:
                 copies,
                 copy_count,
                 results,
+                self._null if order is None else _akv.ffi.new("akv_order *", (_pointer(order.fence), order.stream_key)),
             )
             # What follows happens while the device works.
             if number >= 0:
@@ -211,8 +239,20 @@ class Engine:
                 return ticket
         raise _submit_error(number, 0)
 
+    def submit_watch(self, event: int, *, owner: object, tag: object = None) -> Ticket:
+        """A ticket that is done when the CUDA event with this handle is; the event stays alive with `owner`."""
+        with self._lock:
+            number = self._lib.akv_engine_watch(self._open_handle(), 0, _pointer(event))
+            if number >= 0:
+                ticket = self._live[number] = Ticket(number, (owner,), 0, ring=0, tag=tag)
+                return ticket
+        raise _submit_error(number, 0)
+
     def drain(self) -> list[Ticket]:
-        """Collect the tickets that have finished, in that order; never waits."""
+        """Collect the tickets that have news, in that order; never waits.
+
+        Each is done, or, with device memory, enqueued.
+        """
         finished: list[Ticket] = []
         with self._lock:
             if self._handle is None:
@@ -222,12 +262,20 @@ class Engine:
                 count = self._lib.akv_engine_drain(self._check_process(), self._finished, _DRAIN_MAX)
                 for i in range(count):
                     record = self._finished[i]
-                    ticket = self._live.pop(record.ticket)
+                    ticket = self._live[record.ticket]
                     ticket.status, ticket.failed = record.status, record.failed
-                    self._load[ticket.ring] -= ticket.op_count
-                    ticket.owners = ()
-                    ticket.is_done = True
                     finished.append(ticket)
+                    if record.stage:
+                        ticket.event = record.event
+                        ticket.is_enqueued = True
+                        continue
+                    del self._live[record.ticket]
+                    self._load[ticket.ring] -= ticket.op_count
+                    if ticket.status <= -CUDA_ERROR:
+                        _leaked.append(ticket.owners)  # the hardware may still read or write there
+                    ticket.owners = ()
+                    ticket.event = 0
+                    ticket.is_done = True
         return finished
 
     def fileno(self) -> int:
@@ -373,7 +421,9 @@ def _submit_error(number: int, op_count: int) -> Exception:
     return storage_error(number, action="submit", file="batch", file_offset=None, nbytes=None)
 
 
-def _refusal(number: int, where: str) -> UnavailableError:
+def _refusal(number: int, where: str) -> UnavailableError | DeviceError:
+    if number > CUDA_ERROR:
+        return DeviceError(f"the engine cannot start on the device: CUDA error {number - CUDA_ERROR} at open")
     name = errno.errorcode.get(number, str(number))
     return UnavailableError(
         f"the engine cannot start: {where} failed with {name} ({os.strerror(number)})",

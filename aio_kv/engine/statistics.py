@@ -14,7 +14,8 @@ class EngineStatistics:
     `ops` counts I/Os begun (a coalesced run is one), `submits` system calls that handed I/Os over, `fixed_ops` those
     on registered buffers, `resumed_ops` continuations after a short completion, `retried_ops` repeats after EINTR or
     EAGAIN, `dropped_ops` cancelled or past their deadline before they began. `bytes_staged` went through a staging
-    slot. `in_flight` and `slots_leased` are momentary and zero when the engine rests.
+    slot. `kernel_copies`, `batch_copies` and `single_copies` count runs of bytes by the way they went to or from a GPU;
+    `cuda_calls_slow` are the CUDA calls above 50 us. `slots_leaked` were given up after a device fault. `in_flight` and `slots_leased` are momentary and zero when the engine rests.
     """
 
     batches: int = 0
@@ -36,6 +37,17 @@ class EngineStatistics:
     in_flight: int = 0
     slots_leased: int = 0
     overflows: int = 0
+    kernel_launches: int = 0
+    kernel_copies: int = 0
+    batch_copies: int = 0
+    single_copies: int = 0
+    copy_groups: int = 0
+    bytes_to_device: int = 0
+    bytes_from_device: int = 0
+    cuda_calls: int = 0
+    cuda_calls_slow: int = 0
+    cuda_call_ns_max: int = 0
+    slots_leaked: int = 0
 
 
 @dataclass(frozen=True, slots=True)

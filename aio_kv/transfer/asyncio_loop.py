@@ -54,14 +54,15 @@ class AsyncioBinding:
             self.loop.remove_reader(self._fd)
             self._fd = -1
 
-    async def wait_transfer(self, transfer: Transfer) -> None:
+    async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
         if not transfer.is_done:
             transfer.dispatcher.spin(transfer)
-        if transfer.is_done:
+        if transfer.is_done or (until_enqueued and transfer.is_enqueued):
             return
         timer = self._deadline_timer(transfer)
         future = self.loop.create_future()
-        transfer.add_waiter(_waker(future))
+        add_waiter = transfer.add_enqueued_waiter if until_enqueued else transfer.add_waiter
+        add_waiter(_waker(future))
         transfer.interest += 1
         try:
             await future

@@ -36,8 +36,8 @@ class LoopBinding(Protocol):
     async def unwatch(self) -> None:
         """End `watch`; waits until no call is under way."""
 
-    async def wait_transfer(self, transfer: Transfer) -> None:
-        """Wait until a transfer is done; cancelled, ask it to drop what it can and still wait."""
+    async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
+        """Wait until a transfer is done, or enqueued; cancelled, ask it to drop what it can and still wait."""
 
     async def wait_room(self, dispatcher: Dispatcher) -> None:
         """Wait until the dispatcher has room for a transfer; an ordinary, cancellable wait."""

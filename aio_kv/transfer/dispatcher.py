@@ -164,6 +164,7 @@ class Dispatcher:
                 transfer.priority,
                 transfer.deadline_ns,
                 transfer.owner,
+                transfer.order,
             )
             try:
                 ticket = self.engine.submit(batch, tag=transfer)
@@ -193,11 +194,14 @@ class Dispatcher:
         self._spin_misses = 0 if transfer.is_done else self._spin_misses + 1
 
     def drain(self) -> None:
-        """Take what the engine has finished; finish, release and feed what that allows."""
+        """Take what the engine has news of; finish, release and feed what that allows."""
         for ticket in self.engine.drain():
             transfer = ticket.tag
             if isinstance(transfer, Transfer):
-                self._account(transfer, ticket)
+                if ticket.is_done:
+                    self._account(transfer, ticket)
+                else:
+                    transfer.note_enqueued()
             elif callable(transfer):
                 transfer()
         if self._has_unfed:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aio_kv.errors import AioKvError, DeadlineError, ShortReadError, storage_error
+from aio_kv.engine import CUDA_ERROR
+from aio_kv.errors import AioKvError, DeadlineError, DeviceError, ShortReadError, storage_error
 
 __all__ = ["Outcome", "TransferReport", "error_of"]
 
@@ -61,6 +62,8 @@ def error_of(code: int, *, action: str, file: str, file_offset: int, nbytes: int
         return DeadlineError(
             f"{action} of {file}, offset {file_offset}, {nbytes} bytes: not begun before its deadline"
         )
+    if code <= -CUDA_ERROR:
+        return DeviceError(f"{action} of {file}, offset {file_offset}, {nbytes} bytes: CUDA error {-code - CUDA_ERROR}")
     if code == -errno.ENODATA:
         return ShortReadError(action, arrived=arrived, file=file, file_offset=file_offset, nbytes=nbytes)
     return storage_error(code, action=action, file=file, file_offset=file_offset, nbytes=nbytes)

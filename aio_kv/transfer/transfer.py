@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aio_kv.engine import Kind, Ticket
+from aio_kv.engine import Kind, Order, Ticket
 from aio_kv.errors import AioKvError, StorageError, TransferError
 from aio_kv.integers import Int64Array
 from aio_kv.plan import RESULT_DTYPE, Plan
@@ -25,11 +25,21 @@ if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.region import LandingRegion
 
-__all__ = ["Transfer"]
+__all__ = ["CallerStream", "Transfer"]
 
 _log = logging.getLogger("aio_kv")
 _ERRORS_MAX = 8
 _ACTIONS = {Kind.READ: "read", Kind.WRITE: "write", Kind.SYNC: "fdatasync"}
+
+
+class CallerStream(Protocol):
+    """A caller's GPU stream, for one transfer: holds the fence that was recorded on it."""
+
+    def wait_for(self, event: int) -> None:
+        """Make the stream wait for an event handle. Raises `DeviceError` for a stream under graph capture."""
+
+    def release(self) -> None:
+        """Nothing of the transfer is in flight any more: the fence may be used again."""
 
 
 class Transfer:
@@ -49,6 +59,9 @@ class Transfer:
     interest: int = 0  # awaiters that have not been cancelled
     worst: int = 0  # the first engine code that was not 0
     is_held: bool = False
+    order: Order | None = None  # with device memory: the fence and the copy stream
+    stream: CallerStream | None = None  # what `enqueued` makes wait
+    _enqueued_waiters: list[Callable[[], None]] | None = None
     is_done: bool = False
     _sorted_ids: Int64Array | None = None
     _waiters: list[Callable[[], None]] | None = None
@@ -107,10 +120,19 @@ class Transfer:
     async def enqueued(self) -> None:
         """Make the caller's stream wait for the copies of this transfer; then work launched on it sees the bytes.
 
-        With host memory there is no stream: this waits as `await transfer` does. Raises `TransferError` before any
-        launch if a request failed.
+        For a read, work launched on the stream afterwards finds the bytes in place; for a write, it may overwrite the
+        source. The host does not wait for the GPU. Without a stream this waits as `await transfer` does. Raises
+        `TransferError`, before the stream is made to wait, if a request failed, and `DeviceError` for a stream under
+        graph capture. Cancelled, it ends as `await transfer` does.
         """
-        await self._complete()
+        await self.dispatcher.binding.wait_transfer(self, until_enqueued=self.stream is not None)
+        if self.is_done or self.worst or self.stream is None:
+            await self._complete()
+            return
+        # No await from here on: the events are good until the tickets are drained, in this very thread.
+        for ticket in self.tickets:
+            if ticket.event:
+                self.stream.wait_for(ticket.event)
 
     def cancel(self) -> None:
         """Drop what has not begun. What is at the device goes on; the transfer ends when that has ended."""
@@ -145,6 +167,29 @@ class Transfer:
             region.release(self)
         self.regions = ()
 
+    @property
+    def is_enqueued(self) -> bool:
+        """Whether all copies are on a copy stream, or the transfer is done."""
+        if self.is_done:
+            return True
+        return self.fed_ops == self.plan.op_count and all(ticket.is_enqueued for ticket in self.tickets)
+
+    def note_enqueued(self) -> None:
+        """Called by the dispatcher when the copies of one batch are queued."""
+        for ticket in self.tickets:
+            if ticket.is_enqueued and ticket.status:
+                self.worst = self.worst or ticket.status
+        if self._enqueued_waiters and self.is_enqueued:
+            waiters, self._enqueued_waiters = self._enqueued_waiters, None
+            for wake in waiters:
+                wake()
+
+    def add_enqueued_waiter(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called once when `is_enqueued` turns true."""
+        if self._enqueued_waiters is None:
+            self._enqueued_waiters = []
+        self._enqueued_waiters.append(wake)
+
     def add_waiter(self, wake: Callable[[], None]) -> None:
         """Have `wake` called once when the transfer is done."""
         if self._waiters is None:
@@ -155,8 +200,11 @@ class Transfer:
         """Called by the dispatcher when nothing of the transfer is in flight: let go of memory, wake everybody."""
         self.is_done = True
         self.owner = None
-        waiters, self._waiters = self._waiters, None
-        for wake in waiters or ():
+        if self.stream is not None:
+            self.stream.release()
+        waiters = (self._waiters or []) + (self._enqueued_waiters or [])
+        self._waiters = self._enqueued_waiters = None
+        for wake in waiters:
             wake()
 
     def drop_rest(self, code: int) -> None:

@@ -66,14 +66,15 @@ class TrioBinding:
             await self._has_ended.wait()
         self._scope = None
 
-    async def wait_transfer(self, transfer: Transfer) -> None:
+    async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
         if not transfer.is_done:
             transfer.dispatcher.spin(transfer)
-        if transfer.is_done:
+        if transfer.is_done or (until_enqueued and transfer.is_enqueued):
             await trio.lowlevel.checkpoint()
             return
         event = trio.Event()
-        transfer.add_waiter(event.set)
+        add_waiter = transfer.add_enqueued_waiter if until_enqueued else transfer.add_waiter
+        add_waiter(event.set)
         transfer.interest += 1
         try:
             if transfer.deadline_ns and transfer.dispatcher.is_waiting(transfer):

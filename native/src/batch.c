@@ -4,23 +4,57 @@
 
 #include "internal.h"
 
-void akv_batch_finish(struct akv_reactor *r, struct akv_batch *b)
+static void tell(struct akv_reactor *r, struct akv_batch *b, uint32_t stage)
 {
     struct akv_engine *e = r->engine;
+    struct akv_notice *notice = &b->notices[stage];
+    notice->batch = b;
+    notice->stage = stage;
+    notice->status = b->status;
+    notice->failed = b->failed;
+    struct akv_notice *head = atomic_load_explicit(&e->done, memory_order_relaxed);
+    do
+        notice->next = head;
+    while (!atomic_compare_exchange_weak_explicit(&e->done, &head, notice, memory_order_release, memory_order_relaxed));
+    r->must_notify = true;
+}
+
+/* One op's copies are on the copy stream, `tail` behind them. The last of a batch tells its caller, whose own stream can
+ * then be made to wait for that event: streams work in order, so it stands for all earlier copies too. */
+void akv_batch_op_queued(struct akv_reactor *r, struct akv_batch *b, struct akv_device_event *tail)
+{
+    if (--b->unqueued)
+        return;
+    b->tail = tail;
+    if (tail)
+        atomic_fetch_add_explicit(&tail->shares, 1, memory_order_relaxed);
+    tell(r, b, AKV_ENQUEUED);
+}
+
+/* Ops that will never have copies: failed or dropped. What was queued before them has the newest group behind it. */
+static void ops_skipped(struct akv_reactor *r, struct akv_batch *b, uint32_t count)
+{
+    if (!b->has_order || count == 0)
+        return;
+    b->unqueued -= count - 1;
+    struct akv_copy_group *newest = b->copy_stream ? b->copy_stream->newest : NULL;
+    akv_batch_op_queued(r, b, newest && !r->device.error ? newest->event : NULL);
+}
+
+void akv_batch_finish(struct akv_reactor *r, struct akv_batch *b)
+{
     if (b->live_prev)
         b->live_prev->live_next = b->live_next;
     else
         r->live = b->live_next;
     if (b->live_next)
         b->live_next->live_prev = b->live_prev;
-    struct akv_batch *head = atomic_load_explicit(&e->done, memory_order_relaxed);
-    do
-        b->next = head;
-    while (!atomic_compare_exchange_weak_explicit(&e->done, &head, b, memory_order_release, memory_order_relaxed));
-    r->must_notify = true;
+    tell(r, b, AKV_DONE);
 }
 
-void akv_batch_op_done(struct akv_reactor *r, struct akv_batch *b, uint32_t op_index, int32_t code, uint32_t nbytes)
+/* `is_skipped`: the op ends without copies ever having been queued for it. */
+void akv_batch_op_done(struct akv_reactor *r, struct akv_batch *b, uint32_t op_index, int32_t code, uint32_t nbytes,
+                       bool is_skipped)
 {
     b->results[op_index] = (akv_result){code, nbytes};
     if (code) {
@@ -28,6 +62,8 @@ void akv_batch_op_done(struct akv_reactor *r, struct akv_batch *b, uint32_t op_i
             b->status = code;
         AKV_COUNT(r, failed_ops, 1);
     }
+    if (is_skipped)
+        ops_skipped(r, b, 1);
     if (--b->remaining == 0)
         akv_batch_finish(r, b);
 }
@@ -56,6 +92,7 @@ void akv_batch_drop_pending(struct akv_reactor *r, struct akv_batch *b, int32_t 
         b->status = code;
     b->failed += left;
     AKV_COUNT(r, dropped_ops, left);
+    ops_skipped(r, b, left);
     b->remaining -= left;
     if (b->remaining == 0)
         akv_batch_finish(r, b);
@@ -77,6 +114,9 @@ void akv_batch_accept(struct akv_reactor *r, struct akv_batch *b)
         akv_region_command(r, b);
         return;
     }
+    akv_device_take(r, b);
+    if (b->kind == AKV_EVENT)
+        return;
     akv_lanes_enter(r, b);
     if (atomic_load(&b->cancel_requested)) { /* the order overtook its batch */
         akv_batch_drop_pending(r, b, -ECANCELED);

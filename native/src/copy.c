@@ -40,6 +40,23 @@ void akv_copy_out(struct akv_reactor *r, struct akv_flight *f)
     AKV_COUNT(r, bytes_staged, moved);
 }
 
+/* For a write whose bytes come from the device: zeros where no copy goes, before any copy is queued. */
+void akv_copy_blank(struct akv_flight *f)
+{
+    const akv_copy *copies = f->batch->copies + f->op.copy_first;
+    uint64_t end = 0;
+    for (uint32_t i = 0; i < f->op.copy_count; i++) {
+        akv_copy copy = copies[i];
+        if ((uint64_t)copy.op_offset + copy.nbytes > f->op.nbytes)
+            continue;
+        if (copy.op_offset > end)
+            memset(f->base + end, 0, copy.op_offset - end);
+        end = (uint64_t)copy.op_offset + copy.nbytes;
+    }
+    if (end < f->op.nbytes)
+        memset(f->base + end, 0, f->op.nbytes - end);
+}
+
 void akv_copy_in(struct akv_reactor *r, struct akv_flight *f)
 {
     const akv_copy *copies = f->batch->copies + f->op.copy_first;

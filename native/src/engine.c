@@ -10,6 +10,16 @@
 
 #include "internal.h"
 
+static bool is_device_sound(const akv_device *d)
+{
+    return d->context && d->ctx_set_current && d->thread_exchange_capture_mode && d->event_create && d->event_destroy &&
+           d->event_record && d->event_query && d->stream_create && d->stream_destroy && d->stream_wait_event &&
+           d->memcpy_htod_async && d->memcpy_dtoh_async && d->mem_host_register && d->mem_host_unregister &&
+           d->mem_host_get_device_pointer && (d->launch_kernel || (!d->gather && !d->scatter)) && d->kernel_blocks >= 1 &&
+           d->kernel_blocks <= 65535 && d->kernel_threads >= 32 && d->kernel_threads <= 1024 && d->copy_streams >= 1 &&
+           d->copy_streams <= AKV_STREAMS_MAX;
+}
+
 static int check_options(const akv_options *o)
 {
     bool is_sound = o && o->source <= AKV_SOURCE_THREADS && o->rings >= 1 && o->rings <= 64 && o->queue_depth >= 1 &&
@@ -19,7 +29,7 @@ static int check_options(const akv_options *o)
                     o->bulk_nbytes >= 1 && o->staging_nbytes >= AKV_HUGE && o->staging_nbytes <= (1ull << 40) &&
                     o->fd_count >= 1 && o->fd_count <= 65536 && o->fds && (o->fault_count == 0 || o->faults) &&
                     (o->source == AKV_SOURCE_URING || o->threads >= 1) && o->spin_us <= 10000;
-    if (!is_sound)
+    if (!is_sound || (o->device && !is_device_sound(o->device)))
         return -EINVAL;
     for (uint32_t i = 0; i < o->fault_count; i++)
         if (o->faults[i].every == 0 || o->faults[i].action > AKV_FAULT_REORDER ||
@@ -63,6 +73,10 @@ static int engine_allocate(akv_engine *e, const akv_options *options)
     if (e->done_fd < 0 || !e->fds || !e->faults || !e->batches || !e->reactors)
         return -ENOMEM;
     memcpy(e->fds, options->fds, options->fd_count * sizeof *e->fds);
+    if (options->device) {
+        e->device = *options->device;
+        e->options.device = &e->device;
+    }
     if (options->fault_count)
         memcpy(e->faults, options->faults, options->fault_count * sizeof *e->faults);
     for (uint32_t i = options->max_batches; i-- > 0;) {
@@ -202,12 +216,25 @@ static int take_batch(akv_engine *e, uint32_t op_count, struct akv_batch **out)
         e->held_requests += op_count;
         b->is_live = true;
         b->generation = (b->generation + 1) & 0x7fffffff;
+        b->tail = NULL;
         b->ticket = ((int64_t)b->generation << 32) | b->index;
         atomic_store(&b->cancel_requested, 0);
         *out = b;
     }
     pthread_mutex_unlock(&e->lock);
     return code;
+}
+
+/* Gives the record of a batch back; called with the lock. Its tail event may be used again from here on. */
+static void give_back(akv_engine *e, struct akv_batch *b)
+{
+    if (b->tail)
+        atomic_fetch_sub_explicit(&b->tail->shares, 1, memory_order_release);
+    b->tail = NULL;
+    e->held_requests -= b->op_count;
+    b->is_live = false;
+    b->next = e->free_batches;
+    e->free_batches = b;
 }
 
 /* The push happens under the lock that stop takes: a reactor that has been told to stop gets nothing more. */
@@ -217,10 +244,7 @@ static int64_t push(akv_engine *e, struct akv_batch *b)
     int64_t ticket = b->ticket; /* once pushed, the record may be drained and taken again at any moment */
     pthread_mutex_lock(&e->lock);
     if (e->is_stopping) {
-        b->is_live = false;
-        e->held_requests -= b->op_count;
-        b->next = e->free_batches;
-        e->free_batches = b;
+        give_back(e, b);
         ticket = -ESHUTDOWN;
     } else {
         struct akv_batch *head = atomic_load_explicit(&r->intake, memory_order_relaxed);
@@ -234,9 +258,24 @@ static int64_t push(akv_engine *e, struct akv_batch *b)
     return ticket;
 }
 
+/* A batch without I/Os: an order about memory, or an event to wait for. */
+static void clear_batch(struct akv_batch *b, uint32_t ring, uint32_t kind)
+{
+    b->ring = ring;
+    b->kind = kind;
+    b->priority = 0;
+    b->deadline_ns = 0;
+    b->ops = NULL;
+    b->copies = NULL;
+    b->results = NULL;
+    b->op_count = b->copy_count = 0;
+    b->has_order = false;
+    b->fence = NULL;
+}
+
 int64_t akv_engine_submit(akv_engine *e, uint32_t ring, uint32_t kind, uint32_t priority, int64_t deadline_ns,
                           const akv_op *ops, uint32_t op_count, const akv_copy *copies, uint32_t copy_count,
-                          akv_result *results)
+                          akv_result *results, const akv_order *order)
 {
     struct akv_batch *b;
     if (is_foreign(e))
@@ -244,6 +283,8 @@ int64_t akv_engine_submit(akv_engine *e, uint32_t ring, uint32_t kind, uint32_t 
     if (ring >= e->reactor_count || kind > AKV_SYNC || priority >= AKV_PRIORITIES || op_count == 0 || !ops || !results ||
         (copy_count && !copies) || deadline_ns < 0)
         return -EINVAL;
+    if (order && !e->options.device)
+        return -ENODEV;
     if (op_count > e->options.max_requests)
         return -E2BIG;
     int code = take_batch(e, op_count, &b);
@@ -258,6 +299,24 @@ int64_t akv_engine_submit(akv_engine *e, uint32_t ring, uint32_t kind, uint32_t 
     b->copies = copies;
     b->copy_count = copy_count;
     b->results = results;
+    b->has_order = order != NULL;
+    b->fence = order ? order->fence : NULL;
+    b->stream_key = order ? order->stream_key : 0;
+    return push(e, b);
+}
+
+int64_t akv_engine_watch(akv_engine *e, uint32_t ring, void *event)
+{
+    struct akv_batch *b;
+    if (is_foreign(e))
+        return -ECHILD;
+    if (ring >= e->reactor_count || !event || !e->options.device)
+        return -EINVAL;
+    int code = take_batch(e, 0, &b);
+    if (code)
+        return code;
+    clear_batch(b, ring, AKV_EVENT);
+    b->fence = event;
     return push(e, b);
 }
 
@@ -271,26 +330,19 @@ int64_t akv_engine_region(akv_engine *e, uint32_t ring, uint32_t kind, uint64_t 
     int code = take_batch(e, 0, &b);
     if (code)
         return code;
-    b->ring = ring;
-    b->kind = kind;
-    b->priority = 0;
-    b->deadline_ns = 0;
-    b->ops = NULL;
-    b->copies = NULL;
-    b->results = NULL;
-    b->op_count = b->copy_count = 0;
+    clear_batch(b, ring, kind);
     b->region_address = address;
     b->region_nbytes = nbytes;
     return push(e, b);
 }
 
-/* Finished batches in the order in which they finished. Called with the lock. */
+/* Notices in the order in which they were pushed. Called with the lock. */
 static void take_done(akv_engine *e)
 {
-    struct akv_batch *stack = atomic_exchange_explicit(&e->done, NULL, memory_order_acquire), *first = NULL;
-    struct akv_batch **end = &e->leftovers;
+    struct akv_notice *stack = atomic_exchange_explicit(&e->done, NULL, memory_order_acquire), *first = NULL;
+    struct akv_notice **end = &e->leftovers;
     while (stack) {
-        struct akv_batch *next = stack->next;
+        struct akv_notice *next = stack->next;
         stack->next = first;
         first = stack;
         stack = next;
@@ -314,13 +366,18 @@ int akv_engine_drain(akv_engine *e, akv_completion *out, uint32_t max)
     atomic_store(&e->notified, 0); /* before the stack is taken: what is pushed later writes the eventfd again */
     take_done(e);
     while (e->leftovers && count < max) {
-        struct akv_batch *b = e->leftovers;
-        e->leftovers = b->next;
-        out[count++] = (akv_completion){b->ticket, b->status, b->failed};
-        e->held_requests -= b->op_count;
-        b->is_live = false;
-        b->next = e->free_batches;
-        e->free_batches = b;
+        struct akv_notice *notice = e->leftovers;
+        struct akv_batch *b = notice->batch;
+        e->leftovers = notice->next;
+        out[count++] = (akv_completion){
+            .ticket = b->ticket,
+            .event = b->tail ? (uintptr_t)b->tail->handle : 0,
+            .status = notice->status,
+            .failed = notice->failed,
+            .stage = notice->stage,
+        };
+        if (notice->stage == AKV_DONE)
+            give_back(e, b);
     }
     if (e->leftovers)
         akv_engine_notify(e);

@@ -16,6 +16,10 @@ static int check_op(const struct akv_reactor *r, const struct akv_batch *b, cons
     const akv_options *options = &r->engine->options;
     if (op->file >= options->fd_count || op->placement > AKV_VECTORED)
         return -EINVAL;
+    if (b->has_order && r->device.error)
+        return -(AKV_CUDA_ERROR + r->device.error);
+    if (b->has_order && (op->placement != AKV_STAGED || !b->copy_stream))
+        return -EINVAL;
     if (b->kind == AKV_SYNC)
         return op->nbytes == 0 && op->placement == AKV_DIRECT ? 0 : -EINVAL;
     if (op->nbytes == 0 || op->nbytes > options->max_op_nbytes || op->nbytes > r->slab.slot_nbytes[lane])
@@ -26,9 +30,11 @@ static int check_op(const struct akv_reactor *r, const struct akv_batch *b, cons
     return akv_copy_check(b, op);
 }
 
-bool akv_flight_can_start(struct akv_reactor *r, const akv_op *op, uint32_t lane)
+bool akv_flight_can_start(struct akv_reactor *r, struct akv_batch *b, const akv_op *op, uint32_t lane)
 {
-    return r->free_flights && (op->placement != AKV_STAGED || r->slab.free_count[lane] > 0);
+    if (!r->free_flights)
+        return false;
+    return op->placement != AKV_STAGED || (r->slab.free_count[lane] > 0 && akv_device_may_stage(r, b, lane));
 }
 
 static void count_in_flight(struct akv_reactor *r, const struct akv_flight *f, int sign)
@@ -77,7 +83,7 @@ void akv_flight_start(struct akv_reactor *r, struct akv_batch *b, uint32_t op_in
 {
     int code = check_op(r, b, op, lane);
     if (code) {
-        akv_batch_op_done(r, b, op_index, code, 0);
+        akv_batch_op_done(r, b, op_index, code, 0, true);
         return;
     }
     struct akv_flight *f = r->free_flights;
@@ -87,21 +93,29 @@ void akv_flight_start(struct akv_reactor *r, struct akv_batch *b, uint32_t op_in
     f->op_index = op_index;
     f->lane = lane;
     f->arrived = f->attempts = 0;
+    f->is_queued = !b->has_order;
     f->buffer = -1;
     f->region = NULL;
     f->base = (uint8_t *)(uintptr_t)op->address;
     if (op->placement == AKV_STAGED) {
         f->base = akv_slot_take(&r->slab, lane, &f->slot);
         AKV_COUNT(r, slots_leased, 1);
+        if (b->has_order)
+            b->copy_stream->slots[lane]++;
     }
     if (op->placement != AKV_VECTORED && b->kind != AKV_SYNC)
         f->region = akv_region_find(r, (uintptr_t)f->base, op->nbytes, &f->buffer);
-    if (b->kind == AKV_WRITE && op->placement == AKV_STAGED)
-        akv_copy_in(r, f);
     count_in_flight(r, f, 1);
     AKV_COUNT(r, ops, 1);
     if (f->buffer >= 0)
         AKV_COUNT(r, fixed_ops, 1);
+    if (b->kind == AKV_WRITE && b->has_order) {
+        akv_copy_blank(f);
+        akv_device_add(r, f);
+        return;
+    }
+    if (b->kind == AKV_WRITE && op->placement == AKV_STAGED)
+        akv_copy_in(r, f);
     ask(r, f);
 }
 
@@ -128,28 +142,60 @@ int akv_flight_iov(const struct akv_flight *f, struct iovec *iov)
     return count;
 }
 
-static void finish(struct akv_reactor *r, struct akv_flight *f, int32_t code)
+static void end(struct akv_reactor *r, struct akv_flight *f, int32_t code, bool keeps_slot)
 {
     struct akv_batch *b = f->batch;
-    if (code == 0 && b->kind == AKV_READ && f->op.placement == AKV_STAGED)
-        akv_copy_out(r, f);
     if (code == 0 && b->kind == AKV_READ)
         AKV_COUNT(r, bytes_read, f->op.nbytes);
     if (code == 0 && b->kind == AKV_WRITE)
         AKV_COUNT(r, bytes_written, f->op.nbytes);
     count_in_flight(r, f, -1);
     if (f->op.placement == AKV_STAGED) {
-        akv_slot_return(&r->slab, f->lane, f->slot);
+        if (keeps_slot)
+            AKV_COUNT(r, slots_leaked, 1);
+        else
+            akv_slot_return(&r->slab, f->lane, f->slot);
         AKV_COUNT(r, slots_leased, -1);
+        if (b->has_order)
+            b->copy_stream->slots[f->lane]--;
     }
     struct akv_region *region = f->region;
     uint32_t op_index = f->op_index, arrived = f->arrived;
     f->batch = NULL;
     f->next = r->free_flights;
     r->free_flights = f;
-    akv_batch_op_done(r, b, op_index, code, arrived);
+    akv_batch_op_done(r, b, op_index, code, arrived, !f->is_queued);
     if (region)
         akv_region_release(r, region);
+}
+
+/* The I/O of a flight has ended. Bytes for device memory still have to be copied there. */
+static void finish(struct akv_reactor *r, struct akv_flight *f, int32_t code)
+{
+    bool has_bytes = code == 0 && f->batch->kind == AKV_READ && f->op.placement == AKV_STAGED;
+    if (has_bytes && f->batch->has_order && !r->device.error) {
+        akv_device_add(r, f);
+        return;
+    }
+    if (has_bytes && f->batch->has_order)
+        code = -(AKV_CUDA_ERROR + r->device.error);
+    else if (has_bytes)
+        akv_copy_out(r, f);
+    end(r, f, code, false);
+}
+
+/* The copies of a flight are done: a read is complete, a write has its bytes in the slot and goes to the disk. */
+void akv_flight_copied(struct akv_reactor *r, struct akv_flight *f)
+{
+    if (f->batch->kind == AKV_READ)
+        end(r, f, 0, false);
+    else
+        ask(r, f);
+}
+
+void akv_flight_fail(struct akv_reactor *r, struct akv_flight *f, int32_t code, bool keeps_slot)
+{
+    end(r, f, code, keeps_slot);
 }
 
 static void retry(struct akv_reactor *r, struct akv_flight *f, int32_t code)

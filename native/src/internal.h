@@ -31,6 +31,13 @@ enum {
     AKV_ATTEMPTS_MAX = 8,
     AKV_REGIONS_MAX = 256,
     AKV_BUFFERS_MAX = 1024, /* entries of the ring's buffer table, each at most AKV_PIECE bytes */
+    AKV_STREAMS_MAX = 16,   /* copy streams */
+    AKV_GROUPS_MAX = 32,    /* copies queued together and not done, over all copy streams */
+    AKV_LIST_MAX = 4096,    /* kernel copies in one group */
+    AKV_EVENTS_MAX = 1024,
+    AKV_NOT_READY = 600, /* CUDA_ERROR_NOT_READY */
+    AKV_POLL_NS_MIN = 20000, /* between two looks at pending events */
+    AKV_POLL_NS_MAX = 1000000,
 };
 #define AKV_PIECE (1ull << 30) /* io_uring's own limit for one registered buffer */
 #define AKV_HUGE (2ull << 20)
@@ -38,6 +45,14 @@ enum {
 
 struct akv_reactor;
 struct akv_source;
+
+/* One entry of the done stack: a batch is told of once, or, with device memory, twice. */
+struct akv_notice {
+    struct akv_notice *next;
+    struct akv_batch *batch;
+    uint32_t stage, failed;
+    int32_t status; /* of the batch, as far as it was known then */
+};
 
 struct akv_lane_link {
     struct akv_batch *prev, *next;
@@ -53,12 +68,21 @@ struct akv_batch {
     uint64_t region_address, region_nbytes;
     int64_t deadline_ns;
     uint32_t kind, priority, op_count, copy_count, ring;
+    bool has_order; /* its copies are the device's */
+    void *fence;    /* the fence of the order, or the event of an AKV_EVENT batch */
+    uint64_t stream_key;
     int64_t ticket;
     uint32_t index, generation; /* lock */
     bool is_live;               /* lock: taken and not drained */
     _Atomic int cancel_requested;
-    struct akv_batch *next; /* free list (lock), intake stack, done stack: one at a time */
+    struct akv_batch *next; /* free list (lock), intake stack: one at a time */
+    struct akv_notice notices[2]; /* by stage; on the done stack, then drain's leftovers (lock) */
+    struct akv_device_event *tail; /* set before AKV_ENQUEUED is told, let go of when AKV_DONE is drained */
     /* Reactor only. */
+    struct akv_copy_stream *copy_stream;
+    struct akv_batch *watch_next; /* AKV_EVENT batches */
+    uint32_t unqueued;            /* ops whose copies are not on the copy stream yet */
+    bool has_passed_fence;
     struct akv_batch *live_prev, *live_next;
     struct akv_lane_link lane[AKV_LANES];
     uint32_t remaining; /* ops without a result */
@@ -80,7 +104,49 @@ struct akv_flight {
     bool is_late; /* on the delayed list: an answer that waits (true) or an ask that waits (false) */
     int64_t due_ns;
     const akv_fault *fault;
-    struct akv_flight *next; /* free list, worker queue, worker's done stack, delayed list */
+    bool is_queued; /* its copies are on the copy stream, or it has none */
+    struct akv_flight *next; /* free list, worker queue, worker's done stack, delayed list, copy stream, copy group */
+};
+
+/* Pooled; a copy group holds one share while it is not done, a batch one from AKV_ENQUEUED until it is drained. */
+struct akv_device_event {
+    void *handle;
+    _Atomic uint32_t shares;
+};
+
+/* Copies queued on one stream together, and the event behind them. Done in the order of queueing. */
+struct akv_copy_group {
+    struct akv_device_event *event;
+    struct akv_flight *flights;
+    akv_kernel_copy *list; /* pinned; the kernel reads it until the event */
+    uint64_t list_device;
+    struct akv_copy_group *next; /* free list, or the queue of its stream */
+};
+
+struct akv_copy_stream {
+    void *handle;
+    void *fence; /* the last fence that the stream was made to wait for; NULL once it is known to have passed */
+    struct akv_flight *pending_head, *pending_tail; /* arrived (reads) or holding a slot (writes), copies not queued */
+    struct akv_copy_group *oldest, *newest;
+    uint32_t slots[AKV_LANES];
+};
+
+/* The device side of a reactor; all of it the reactor's. `error` is the CUresult that ended the device path, or 0. */
+struct akv_device_state {
+    const akv_device *api;
+    int error;
+    bool is_open;
+    uint8_t *lists;
+    uint64_t slab_device; /* device address of the staging slab */
+    uint32_t slab_pieces, stream_count, event_next, groups_out;
+    struct akv_copy_stream streams[AKV_STREAMS_MAX];
+    struct akv_copy_group groups[AKV_GROUPS_MAX], *free_groups;
+    struct akv_device_event events[AKV_EVENTS_MAX];
+    struct akv_batch *watched;
+    uint64_t *batch_targets, *batch_sources; /* scratch of one memcpy_batch_async */
+    size_t *batch_sizes;
+    uint32_t kernel_count, batch_count;
+    int64_t poll_ns; /* how long to sleep between looks at events: doubling */
 };
 
 struct akv_region {
@@ -163,13 +229,14 @@ struct akv_reactor {
     struct akv_flight *flights, *free_flights, *delayed;
     struct iovec *iovs;
     struct akv_slab slab;
+    struct akv_device_state device;
     struct akv_region regions[AKV_REGIONS_MAX];
     uint32_t in_flight, in_flight_lane[AKV_LANES], background_in_flight;
     uint64_t in_flight_nbytes, bulk_in_flight_nbytes;
     uint32_t picks, region_count;
     int64_t next_deadline_ns; /* INT64_MAX: none */
     int64_t busy_until_ns; /* spin until then */
-    uint32_t spins[2], spin_misses[2]; /* waiting for an order, waiting for the device */
+    uint32_t spins[3], spin_misses[3]; /* waiting for an order, the disk, the GPU */
     bool must_notify, has_seen_stop;
     uint64_t fault_sequence[3], fault_random;
     uint32_t *fault_used;
@@ -183,10 +250,12 @@ struct akv_engine {
     pid_t pid;
     pthread_mutex_t lock; /* free list, generations, held ops, leftovers of drain */
     pthread_cond_t started;
-    struct akv_batch *batches, *free_batches, *leftovers;
+    struct akv_batch *batches, *free_batches;
+    struct akv_notice *leftovers;
+    akv_device device;
     uint32_t held_requests;
     bool is_stopping;
-    _Atomic(struct akv_batch *) done;
+    _Atomic(struct akv_notice *) done;
     _Atomic int notified, stopped_reactors;
     int done_fd;
     uint32_t reactor_count;
@@ -216,22 +285,43 @@ void akv_lanes_leave(struct akv_reactor *r, struct akv_batch *b);
 void akv_lanes_issue(struct akv_reactor *r);
 
 /* flight.c: one op from start to result */
-bool akv_flight_can_start(struct akv_reactor *r, const akv_op *op, uint32_t lane);
+bool akv_flight_can_start(struct akv_reactor *r, struct akv_batch *b, const akv_op *op, uint32_t lane);
 void akv_flight_start(struct akv_reactor *r, struct akv_batch *b, uint32_t op_index, const akv_op *op, uint32_t lane);
 void akv_flight_answer(struct akv_reactor *r, struct akv_flight *f, int32_t result);
 void akv_flight_release_due(struct akv_reactor *r, int64_t now_ns);
+void akv_flight_copied(struct akv_reactor *r, struct akv_flight *f);
+void akv_flight_fail(struct akv_reactor *r, struct akv_flight *f, int32_t code, bool keeps_slot);
 int akv_flight_iov(const struct akv_flight *f, struct iovec *iov);
 
 /* copy.c: the one seam through which bytes go between a staging slot and memory */
 int akv_copy_check(const struct akv_batch *b, const akv_op *op);
 void akv_copy_out(struct akv_reactor *r, struct akv_flight *f);
 void akv_copy_in(struct akv_reactor *r, struct akv_flight *f);
+void akv_copy_blank(struct akv_flight *f);
 
 /* batch.c: a batch inside the reactor */
 void akv_batch_accept(struct akv_reactor *r, struct akv_batch *b);
 void akv_batch_drop_pending(struct akv_reactor *r, struct akv_batch *b, int32_t code);
-void akv_batch_op_done(struct akv_reactor *r, struct akv_batch *b, uint32_t op_index, int32_t code, uint32_t nbytes);
+void akv_batch_op_done(struct akv_reactor *r, struct akv_batch *b, uint32_t op_index, int32_t code, uint32_t nbytes,
+                       bool is_skipped);
+void akv_batch_op_queued(struct akv_reactor *r, struct akv_batch *b, struct akv_device_event *tail);
 void akv_batch_finish(struct akv_reactor *r, struct akv_batch *b);
+
+/* device.c: the CUDA side of a reactor; copies.c: one group of copies */
+int akv_device_open(struct akv_reactor *r);
+void akv_device_close(struct akv_reactor *r);
+void akv_device_take(struct akv_reactor *r, struct akv_batch *b);
+void akv_device_add(struct akv_reactor *r, struct akv_flight *f);
+bool akv_device_may_stage(struct akv_reactor *r, struct akv_batch *b, uint32_t lane);
+void akv_device_flush(struct akv_reactor *r);
+bool akv_device_poll(struct akv_reactor *r);
+bool akv_device_is_busy(const struct akv_reactor *r);
+void akv_device_fail(struct akv_reactor *r, int code);
+int akv_copies_queue(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_copy_group *g);
+void akv_cuda_called(struct akv_reactor *r, int64_t began_ns);
+
+/* Every CUDA call of the engine, timed. */
+#define AKV_CUDA(r, entry, ...)                                                                                       __extension__({                                                                                                       int64_t began_ns_ = akv_now_ns();                                                                                 int code_ = (r)->device.api->entry(__VA_ARGS__);                                                                  akv_cuda_called((r), began_ns_);                                                                                  code_;                                                                                                        })
 
 /* region.c */
 void akv_region_command(struct akv_reactor *r, struct akv_batch *b);

@@ -104,7 +104,7 @@ static bool issue_from(struct akv_reactor *r, uint32_t class)
     }
     uint32_t index = link->cursor;
     akv_op op = b->ops[index]; /* read once: everything after works on this copy */
-    if (!may_start(r, class, op.nbytes) || !akv_flight_can_start(r, &op, lane))
+    if (!may_start(r, class, op.nbytes) || !akv_flight_can_start(r, b, &op, lane))
         return false;
     link->cursor++;
     if (--link->left == 0)

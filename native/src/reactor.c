@@ -11,6 +11,7 @@
  * it spins only now and then, to find out whether that has changed. */
 #include <errno.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -103,20 +104,24 @@ static bool has_orders(struct akv_reactor *r)
            (atomic_load(&r->stop) && !(r->has_seen_stop && r->live)); /* while it drains, the order is old news */
 }
 
-static void spin(struct akv_reactor *r, int64_t now_ns)
+/* Copies on the GPU are worth a spin however many they are: nothing else tells of their end. */
+static bool spin(struct akv_reactor *r, int64_t now_ns)
 {
+    bool has_copies = akv_device_is_busy(r);
     bool is_light = r->in_flight <= AKV_SPIN_FLIGHTS && r->in_flight_nbytes <= AKV_SPIN_NBYTES;
-    int64_t until = r->in_flight ? now_ns + r->engine->options.spin_us * 1000ll : r->busy_until_ns;
-    if (!is_light || r->engine->options.spin_us == 0 || r->delayed || now_ns >= until)
-        return;
-    int waits_for_device = r->in_flight > 0;
-    if (r->spin_misses[waits_for_device] >= AKV_SPIN_MISSES && ++r->spins[waits_for_device] % AKV_SPIN_RETRY)
-        return;
+    int64_t until = r->in_flight || has_copies ? now_ns + r->engine->options.spin_us * 1000ll : r->busy_until_ns;
+    if (!(is_light || has_copies) || r->engine->options.spin_us == 0 || r->delayed || now_ns >= until)
+        return false;
+    int waits_for = has_copies ? 2 : r->in_flight > 0;
+    if (r->spin_misses[waits_for] >= AKV_SPIN_MISSES && ++r->spins[waits_for] % AKV_SPIN_RETRY)
+        return false;
     r->source->submit(r);
     bool is_hit = false;
-    while (!(is_hit = r->source->has_news(r) || has_orders(r)) && akv_now_ns() < until)
+    while (!(is_hit = r->source->has_news(r) || has_orders(r) || (has_copies && akv_device_poll(r))) &&
+           akv_now_ns() < until)
         akv_pause();
-    r->spin_misses[waits_for_device] = is_hit ? 0 : r->spin_misses[waits_for_device] + 1;
+    r->spin_misses[waits_for] = is_hit ? 0 : r->spin_misses[waits_for] + 1;
+    return is_hit;
 }
 
 static int64_t time_to_sleep_ns(struct akv_reactor *r, int64_t now_ns)
@@ -127,14 +132,19 @@ static int64_t time_to_sleep_ns(struct akv_reactor *r, int64_t now_ns)
     for (struct akv_flight *f = r->delayed; f; f = f->next)
         if (f->due_ns < until)
             until = f->due_ns;
+    if (akv_device_is_busy(r)) { /* nothing wakes us when an event is done: look again, ever more rarely */
+        struct akv_device_state *d = &r->device;
+        if (now_ns + d->poll_ns < until)
+            until = now_ns + d->poll_ns;
+        d->poll_ns = 2 * d->poll_ns < AKV_POLL_NS_MAX ? 2 * d->poll_ns : AKV_POLL_NS_MAX;
+    }
     return until > now_ns ? until - now_ns : 0;
 }
 
 static void rest(struct akv_reactor *r)
 {
     int64_t now_ns = akv_now_ns();
-    spin(r, now_ns);
-    if (r->source->has_news(r) || has_orders(r))
+    if (spin(r, now_ns) || r->source->has_news(r) || has_orders(r))
         return;
     atomic_store(&r->sleeping, 1);
     if (!has_orders(r) && !r->source->has_news(r)) {
@@ -149,6 +159,8 @@ static void turn(struct akv_reactor *r)
     uint32_t before = r->in_flight;
     bool is_stopping = atomic_load(&r->stop);
     r->source->reap(r);
+    if (akv_device_is_busy(r))
+        akv_device_poll(r);
     take_intake(r);
     take_cancels(r);
     if (is_stopping)
@@ -159,6 +171,7 @@ static void turn(struct akv_reactor *r)
     if (r->delayed)
         akv_flight_release_due(r, now_ns);
     akv_lanes_issue(r);
+    akv_device_flush(r);
     if (r->in_flight < before || r->must_notify)
         r->busy_until_ns = now_ns + r->engine->options.spin_us * 1000ll;
     if (r->must_notify) {
@@ -196,11 +209,18 @@ void *akv_reactor_main(void *argument)
     struct akv_reactor *r = argument;
     int32_t where = AKV_AT_SETUP;
     int code = r->source->open(r, &where); /* here, because a SINGLE_ISSUER ring belongs to the thread that made it */
-    report_started(r, code, where);
+    bool has_source = code == 0;
+    prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0); /* a 20 us sleep is not to last 70 */
     if (code == 0) {
-        run(r);
-        r->source->close(r);
+        where = AKV_AT_CUDA;
+        code = akv_device_open(r);
     }
+    report_started(r, code, where);
+    if (code == 0)
+        run(r);
+    akv_device_close(r);
+    if (has_source)
+        r->source->close(r);
     atomic_fetch_add(&r->engine->stopped_reactors, 1);
     atomic_store(&r->engine->notified, 0); /* the last word must be heard even if an earlier one was not */
     akv_engine_notify(r->engine);
