@@ -186,7 +186,27 @@ class CorruptionError(AioKvError):
 
 
 class DeviceError(AioKvError):
-    """A GPU call failed."""
+    """The GPU, or memory or a stream on it, failed or is not what was promised.
+
+    `reason` is the message alone. `call` names the driver function, `code` is its CUresult and `name` that number's
+    name, `hint` says what to do; each is None where it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        call: str | None = None,
+        code: int | None = None,
+        name: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(_with_hint(message, hint))
+        self.reason = message
+        self.call = call
+        self.code = code
+        self.name = name
+        self.hint = hint
 
 
 class PeerError(AioKvError):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from aio_kv.backends.engine_backend import AutoBackend, EngineBackend, ThreadedBackend, UringBackend
+from aio_kv.cuda import Device
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
@@ -25,7 +26,7 @@ def open_backend(
     layout: GroupLayout | None = None,
     *,
     backend: str = "auto",
-    device: int | None = None,
+    device: int | Device | None = None,
     create: bool = True,
     ram_bytes: int = 0,
     options: EngineOptions | None = None,
@@ -37,7 +38,7 @@ def open_backend(
         layout: the geometry; may be left out with `LayerFiles`.
         backend: "auto" takes the best rung that works and logs once why it is not a better one; "uring" and
             "threads" raise `UnavailableError` at open where they do not work.
-        device: GPU index for device memory.
+        device: GPU index (or an open `aio_kv.cuda.Device`) for device memory.
         create: make the files if there are none; what exists is checked and opened.
         ram_bytes: bytes of a pinned tier in front.
         options: sizes and bounds.

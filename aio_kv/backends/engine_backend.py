@@ -17,13 +17,14 @@ import numpy as np
 from aio_kv.backends.rungs import Refusal
 from aio_kv.backends.session import PathLike, Session, SessionPlan, check_options
 from aio_kv.backends.statistics import Statistics
-from aio_kv.engine import Batch, EngineStatistics, Kind
+from aio_kv.cuda import Device
+from aio_kv.engine import Batch, Engine, EngineStatistics, Kind, Order
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import ClosedError, LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
 from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout
-from aio_kv.memory import HostMemory, host_address, is_device_memory
+from aio_kv.memory import DeviceMemory, HostMemory, host_address, is_device_memory
 from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one
 from aio_kv.protocols import Priority, Read, Scatter, Write
 from aio_kv.transfer import LandingRegion, Transfer, current_binding
@@ -43,7 +44,7 @@ class EngineBackend:
         path_or_files: a directory, several (layer l lives in path[l % n]), or `LayerFiles` that the caller keeps open
             and may share with other backends, loops and the oracle.
         layout: the geometry; must be that of the files.
-        device: index of the GPU for device memory; None for host memory only.
+        device: for device memory, the index of the GPU or an open `aio_kv.cuda.Device`; None for host memory only.
         create: make the files if there are none.
         options: sizes and bounds.
 
@@ -57,7 +58,7 @@ class EngineBackend:
         path_or_files: PathLike | Sequence[PathLike] | LayerFiles,
         layout: GroupLayout | None = None,
         *,
-        device: int | None = None,
+        device: int | Device | None = None,
         create: bool = False,
         options: EngineOptions | None = None,
     ) -> None:
@@ -238,7 +239,7 @@ class EngineBackend:
         ids = layout.check_ids(group_ids)
         count = len(ids)
         is_scatter = isinstance(place, Scatter)
-        memory = self._memory(place.memory if is_scatter else place, kind, stream)
+        memory = self._memory(session, place.memory if is_scatter else place, kind, stream)
         payload = layout.payload_nbytes
         if is_scatter:
             addresses = memory.address + self._check_scatter(memory, place.offsets, count)
@@ -250,9 +251,13 @@ class EngineBackend:
         else:
             addresses = memory.address + np.arange(count, dtype=np.int64) * payload
         # The caller may change its array at once, and the order check needs it later: a copy.
-        return self._start(session, kind, ids.copy(), addresses, (memory, place), deadline, priority)
+        is_device = isinstance(memory, DeviceMemory)
+        owner = (memory, place)
+        return self._start(session, kind, ids.copy(), addresses, owner, deadline, priority, stream, is_device)
 
-    def _check_scatter(self, memory: HostMemory, offsets: Int64Array, count: int) -> Int64Array:
+    def _check_scatter(
+        self, memory: HostMemory | DeviceMemory, offsets: Int64Array, count: int
+    ) -> Int64Array:
         if len(offsets) != count:
             raise LayoutError(
                 f"Scatter holds {len(offsets)} offsets for {count} groups: one per group is needed"
@@ -272,13 +277,13 @@ class EngineBackend:
         session = self._require_session()
         wanted = Read if kind is Kind.READ else Write
         ids: list[int] = []
-        memories: list[HostMemory] = []
+        memories: list[HostMemory | DeviceMemory] = []
         for index, request in enumerate(requests):
             if not isinstance(request, wanted):
                 raise LayoutError(f"requests[{index}] is {request!r}: must be a {wanted.__name__}")
             ids.append(self._layout.group_id(request.key))
             place = request.into if isinstance(request, Read) else request.source
-            memory = self._memory(place, kind, stream)
+            memory = self._memory(session, place, kind, stream)
             if memory.nbytes != self._layout.payload_nbytes:
                 raise LayoutError(
                     f"requests[{index}]: {_role(kind)} holds {memory.nbytes} bytes, a group has exactly "
@@ -286,8 +291,12 @@ class EngineBackend:
                 )
             memories.append(memory)
         addresses = np.array([memory.address for memory in memories], dtype=np.int64)
+        is_device = any(isinstance(memory, DeviceMemory) for memory in memories)
+        if is_device and not all(isinstance(memory, DeviceMemory) for memory in memories):
+            raise LayoutError(f"{_role(kind)}: host and device memory in one call: make two calls")
+        array = np.array(ids, dtype=np.int64)
         return self._start(
-            session, kind, np.array(ids, dtype=np.int64), addresses, memories, deadline, priority
+            session, kind, array, addresses, memories, deadline, priority, stream, is_device
         )
 
     def _read_one(self, group_id: int, place: Any, stream: Any, priority: Priority) -> Transfer | None:
@@ -304,8 +313,8 @@ class EngineBackend:
             or not dispatcher.is_free(Kind.READ, priority)
         ):
             return None
-        memory = self._memory(place, Kind.READ, stream)
-        if memory.nbytes != payload:
+        memory = self._memory(session, place, Kind.READ, stream)
+        if memory.nbytes != payload or isinstance(memory, DeviceMemory):
             return None
         plan = plan_one(layout, group_id, memory.address, session.limits, is_write=False)
         results = bytearray(8)
@@ -320,11 +329,18 @@ class EngineBackend:
         transfer.expect_success()
         return transfer
 
-    def _memory(self, place: object, kind: Kind, stream: Any) -> HostMemory:
-        if stream is not None or (place.__class__ not in _HOST_TYPES and is_device_memory(place)):
+    def _memory(self, session: Session, place: object, kind: Kind, stream: Any) -> HostMemory | DeviceMemory:
+        is_device = place.__class__ not in _HOST_TYPES and is_device_memory(place)
+        if (is_device or stream is not None) and session.device is None:
             raise UnavailableError(
                 f"{_role(kind)} is device memory, or a stream was given, and the backend was opened without a device",
                 hint="open the backend with device=INDEX, or use host memory and stream=None",
+            )
+        if is_device and session.device is not None:
+            return session.device.memory(place, what=_role(kind))
+        if stream is not None:
+            raise LayoutError(
+                f"{_role(kind)} is host memory and a stream was given: streams order device memory only"
             )
         return host_address(place, writable=kind is Kind.READ, what=_role(kind))
 
@@ -337,23 +353,31 @@ class EngineBackend:
         owner: object,
         deadline: float | None,
         priority: Priority,
+        stream: Any,
+        is_device: bool,
     ) -> Transfer:
         count = len(ids)
-        if count == 0:
-            return self._hand_over(session, kind, _EMPTY_PLAN, ids, 0, 0, 0, owner, deadline, priority)
-        plan = plan_groups(self._layout, ids, addresses, session.limits, is_write=kind is Kind.WRITE)
-        first, last = int(addresses.min()), int(addresses.max())
-        return self._hand_over(session, kind, plan, ids, count, first, last, owner, deadline, priority)
+        plan, first, last = _EMPTY_PLAN, 0, 0
+        if count:
+            is_write = kind is Kind.WRITE
+            plan = plan_groups(
+                self._layout, ids, addresses, session.limits, is_write=is_write, is_device=is_device
+            )
+            first, last = int(addresses.min()), int(addresses.max())
+        transfer = self._make(session, kind, plan, ids, count, owner, deadline, priority)
+        if is_device and session.device is not None:
+            transfer.stream = session.device.ordered(stream)
+            transfer.order = transfer.stream.order if transfer.stream is not None else Order(0, 0)
+        self._hand_over(session, transfer, first, last)
+        return transfer
 
-    def _hand_over(
+    def _make(
         self,
         session: Session,
         kind: Kind,
         plan: Plan,
-        ids: Int64Array | int,
+        ids: Int64Array,
         count: int,
-        first_address: int,
-        last_address: int,
         owner: object,
         deadline: float | None,
         priority: Priority,
@@ -366,21 +390,24 @@ class EngineBackend:
                 f"{session.files.directories[0]} was opened read_only: open it without to write"
             )
         payload = self._layout.payload_nbytes
-        transfer = Transfer(session.dispatcher, kind, plan, ids, count, payload, priority, deadline_ns, owner)
+        return Transfer(session.dispatcher, kind, plan, ids, count, payload, priority, deadline_ns, owner)
+
+    def _hand_over(self, session: Session, transfer: Transfer, first_address: int, last_address: int) -> None:
         if session.table.regions:
-            transfer.use_regions(session.table.covering(first_address, last_address + payload - 1))
+            last = last_address + self._layout.payload_nbytes - 1
+            transfer.use_regions(session.table.covering(first_address, last))
         try:
             session.dispatcher.start(transfer)
         except BaseException:
             transfer.release_regions()
+            if transfer.stream is not None:
+                transfer.stream.release()
             raise
-        if kind is Kind.WRITE:
-            session.note_write(transfer, self._layers_of(ids))
-        return transfer
+        if transfer.kind is Kind.WRITE:
+            session.note_write(transfer, self._layers_of(transfer.group_ids))
 
-    def _layers_of(self, ids: Int64Array | int) -> set[int]:
-        per_layer = self._layout.groups_per_layer
-        return {ids // per_layer} if isinstance(ids, int) else set(np.unique(ids // per_layer).tolist())
+    def _layers_of(self, ids: Int64Array) -> set[int]:
+        return set(np.unique(ids // self._layout.groups_per_layer).tolist())
 
     def _deadline_ns(self, session: Session, deadline: float) -> int:
         if deadline.__class__ not in (int, float) or math.isnan(deadline):
@@ -402,14 +429,26 @@ class EngineBackend:
         return await session.table.add(host_address(memory, writable=True, what="landing region"))
 
     def record_event(self, stream: Any) -> Any:
-        """Return an event recorded on `stream`. Raises `UnavailableError`: the backend has no device."""
-        self._require_session()
-        raise UnavailableError("the backend was opened without a device", hint="open it with device=INDEX")
+        """Return an `AwaitableEvent` recorded on a caller's stream; `await event` waits until the GPU has reached it.
+
+        The engine looks for its end; no stream is synchronised and no thread blocked. Raises `UnavailableError` without
+        a device, `DeviceError` for a stream under graph capture or of another device.
+        """
+        session = self._require_session()
+        engine = session.opened.engine
+        if session.device is None or not isinstance(engine, Engine):
+            raise UnavailableError(
+                "the backend was opened without a device", hint="open it with device=INDEX"
+            )
+        return session.device.record_event(stream, engine, session.binding)
 
     async def wait_ready(self) -> None:
         """Wait until there is room for one more transfer. Several waiters are woken one by one."""
         session = self._require_session()
-        await session.binding.wait_room(session.dispatcher)
+        dispatcher = session.dispatcher
+        await session.binding.wait_cancellably(
+            lambda: dispatcher.has_room, dispatcher.add_room_waiter, dispatcher.remove_room_waiter
+        )
         self._require_session()
 
     async def flush(self) -> None:

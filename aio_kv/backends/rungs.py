@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ CHOICES = {
 }
 _PROBE_NBYTES = 4096
 _PROBE_SECONDS = 10.0
+_EXTENSION_HINT = "install aio_kv on Linux with liburing-dev present, without AIO_KV_NO_EXTENSION"
 _MEMLOCK_HINT = (
     "raise the locked-memory limit: ulimit -l unlimited, docker --ulimit memlock=-1, LimitMEMLOCK=infinity"
 )
@@ -65,9 +66,16 @@ class OpenedEngine:
         return f"{self.mechanism}-{self.mode}"
 
 
-def open_engine(files: LayerFiles, options: EngineOptions, choice: str = "auto") -> OpenedEngine:
+def open_engine(
+    files: LayerFiles,
+    options: EngineOptions,
+    choice: str = "auto",
+    *,
+    device: Mapping[str, int] | None = None,
+) -> OpenedEngine:
     """Open the best engine of `choice` that works on `files`. Blocking: it takes and touches all of its memory.
 
+    `device` is what the engine is told of a GPU (`Engine`); only the native engine can use one.
     Raises `UnavailableError` naming the reason and its cure when none works.
     """
     if choice not in CHOICES:
@@ -77,7 +85,7 @@ def open_engine(files: LayerFiles, options: EngineOptions, choice: str = "auto")
     refusals = [] if mode == "direct" else [_buffered_refusal(files)]
     for mechanism in CHOICES[choice]:
         try:
-            engine = _open_proven(mechanism, files, limits, options)
+            engine = _open_proven(mechanism, files, limits, options, device)
         except UnavailableError as error:
             refusals.append(Refusal(mechanism, error.reason, error.hint or ""))
             continue
@@ -114,11 +122,15 @@ def _buffered_refusal(files: LayerFiles) -> Refusal:
 
 
 def _open_proven(
-    mechanism: str, files: LayerFiles, limits: IoLimits, options: EngineOptions
+    mechanism: str,
+    files: LayerFiles,
+    limits: IoLimits,
+    options: EngineOptions,
+    device: Mapping[str, int] | None,
 ) -> Engine | PythonEngine:
     with _probe_file(files, is_direct=limits.offset_alignment > 1) as (probe_fd, content):
         fds = [*files.fds(limits.offset_alignment > 1), probe_fd]
-        engine = _open(mechanism, fds, limits, options)
+        engine = _open(mechanism, fds, limits, options, device)
         try:
             _prove(engine, len(fds) - 1, content, mechanism)
         except BaseException:
@@ -127,16 +139,24 @@ def _open_proven(
         return engine
 
 
-def _open(mechanism: str, fds: list[int], limits: IoLimits, options: EngineOptions) -> Engine | PythonEngine:
+def _open(
+    mechanism: str,
+    fds: list[int],
+    limits: IoLimits,
+    options: EngineOptions,
+    device: Mapping[str, int] | None,
+) -> Engine | PythonEngine:
+    if mechanism == "threads-python" and device is not None:
+        raise UnavailableError("threads-python: Python threads serve host memory only", hint=_EXTENSION_HINT)
     if mechanism == "threads-python":
         return PythonEngine(fds, limits, options)
     if not has_extension():
         raise UnavailableError(
             f"the compiled extension is not installed ({extension_error()})",
-            hint="install aio_kv on Linux with liburing-dev present, without AIO_KV_NO_EXTENSION",
+            hint=_EXTENSION_HINT,
         )
     try:
-        return Engine(fds, limits, options, uring=mechanism == "uring")
+        return Engine(fds, limits, options, uring=mechanism == "uring", device=device)
     except UnavailableError as error:
         hint = _uring_hint(error.error_number or 0) if mechanism == "uring" else None
         raise UnavailableError(

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aio_kv.backends.device_side import DeviceSide
 from aio_kv.backends.rungs import OpenedEngine, open_engine
 from aio_kv.backends.statistics import Statistics
+from aio_kv.cuda import Device
 from aio_kv.engine import Kind
 from aio_kv.engine.options import EngineOptions
-from aio_kv.errors import ClosedError, LayoutError, StorageError, UnavailableError
+from aio_kv.errors import ClosedError, LayoutError, StorageError
 from aio_kv.files import LayerFiles
 from aio_kv.layout import GroupLayout
 from aio_kv.plan import OP_DTYPE, Placement, Plan
@@ -37,7 +39,7 @@ class SessionPlan:
 
     source: PathLike | Sequence[PathLike] | LayerFiles
     layout: GroupLayout
-    device: int | None
+    device: int | Device | None
     create: bool
     options: EngineOptions
     choice: str
@@ -60,12 +62,18 @@ class Session:
     """The open state of one backend."""
 
     def __init__(
-        self, plan: SessionPlan, files: LayerFiles, opened: OpenedEngine, binding: LoopBinding
+        self,
+        plan: SessionPlan,
+        files: LayerFiles,
+        opened: OpenedEngine,
+        binding: LoopBinding,
+        device: DeviceSide | None = None,
     ) -> None:
         self.plan = plan
         self.files = files
         self.opened = opened
         self.binding = binding
+        self.device = device
         self.limits = opened.limits
         self.dispatcher = Dispatcher(opened.engine, binding, path_of=files.path_of)
         self.table = RegionTable(opened.engine, binding)
@@ -77,18 +85,22 @@ class Session:
     async def open(cls, plan: SessionPlan, binding: LoopBinding) -> Session:
         """Open files and engine in a thread, since both block. Cancelled, it gives everything back and then raises."""
 
-        def open_blocking() -> tuple[LayerFiles, OpenedEngine]:
+        def open_blocking() -> tuple[LayerFiles, OpenedEngine, DeviceSide | None]:
             files = plan.open_files()
+            device: DeviceSide | None = None
             try:
                 if plan.device is not None:
-                    raise UnavailableError("device memory is not available", hint="open with device=None")
-                return files, open_engine(files, plan.options, plan.choice)
+                    device = DeviceSide(plan.device, plan.options.copies)
+                fields = device.fields() if device is not None else None
+                return files, open_engine(files, plan.options, plan.choice, device=fields), device
             except BaseException:
+                if device is not None:
+                    device.close()
                 plan.close_files(files)
                 raise
 
-        (files, opened), cancelled = await binding.run_in_thread(open_blocking)
-        session = cls(plan, files, opened, binding)
+        (files, opened, device), cancelled = await binding.run_in_thread(open_blocking)
+        session = cls(plan, files, opened, binding, device)
         if cancelled is not None:
             await session.close(type(session).__name__)
             raise cancelled
@@ -116,6 +128,8 @@ class Session:
         dispatcher.drain()
         if engine.close(timeout=0.0):
             self.plan.close_files(self.files)
+            if self.device is not None:
+                self.device.close()
         if cancelled is not None:
             raise cancelled
         return statistics

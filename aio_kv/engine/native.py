@@ -214,7 +214,9 @@ class Engine:
                 copies,
                 copy_count,
                 results,
-                self._null if order is None else _akv.ffi.new("akv_order *", (_pointer(order.fence), order.stream_key)),
+                self._null
+                if order is None
+                else _akv.ffi.new("akv_order *", (_pointer(order.fence), order.stream_key)),
             )
             # What follows happens while the device works.
             if number >= 0:

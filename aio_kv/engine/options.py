@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from aio_kv.errors import LayoutError
+
+if TYPE_CHECKING:
+    from aio_kv.cuda import CopyOptions
 
 __all__ = ["EngineOptions", "Fault", "FaultAction"]
 
@@ -58,6 +62,7 @@ class EngineOptions:
             before it gives the loop back; 0 never does. Waking an idle loop costs about as much as such a read.
         register_buffers: register staging memory and landing regions with the ring.
         sched_batch: run the reactor under SCHED_BATCH, so that waking it does not pre-empt the event loop.
+        copies: how bytes go to and from a GPU; None for the measured defaults.
         drain_timeout: seconds to wait for the device after a cancellation or at close; what is still in flight then
             is leaked on purpose, never freed.
         faults: rules of `aio_kv.testing`; empty in production.
@@ -77,6 +82,7 @@ class EngineOptions:
     await_spin_us: int = 50
     register_buffers: bool = True
     sched_batch: bool = False
+    copies: CopyOptions | None = None
     drain_timeout: float = 30.0
     faults: tuple[Fault, ...] = ()
     fault_seed: int = 0

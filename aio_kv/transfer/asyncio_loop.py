@@ -18,7 +18,6 @@ import anyio
 from aio_kv.transfer.binding import BlockingJob
 
 if TYPE_CHECKING:
-    from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["AsyncioBinding"]
@@ -76,15 +75,20 @@ class AsyncioBinding:
             if timer is not None:
                 timer.cancel()
 
-    async def wait_room(self, dispatcher: Dispatcher) -> None:
-        while not dispatcher.has_room:
+    async def wait_cancellably(
+        self,
+        is_true: Callable[[], bool],
+        subscribe: Callable[[Callable[[], None]], object],
+        unsubscribe: Callable[[Callable[[], None]], object],
+    ) -> None:
+        while not is_true():
             future = self.loop.create_future()
             wake = _waker(future)
-            dispatcher.add_room_waiter(wake)
+            subscribe(wake)
             try:
                 await future
             except asyncio.CancelledError:
-                dispatcher.remove_room_waiter(wake)
+                unsubscribe(wake)
                 raise
 
     def _deadline_timer(self, transfer: Transfer) -> asyncio.TimerHandle | None:

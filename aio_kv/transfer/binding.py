@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["BlockingJob", "LoopBinding"]
@@ -39,8 +38,16 @@ class LoopBinding(Protocol):
     async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
         """Wait until a transfer is done, or enqueued; cancelled, ask it to drop what it can and still wait."""
 
-    async def wait_room(self, dispatcher: Dispatcher) -> None:
-        """Wait until the dispatcher has room for a transfer; an ordinary, cancellable wait."""
+    async def wait_cancellably(
+        self,
+        is_true: Callable[[], bool],
+        subscribe: Callable[[Callable[[], None]], object],
+        unsubscribe: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """Wait for `is_true`, an ordinary wait: cancelled, it calls `unsubscribe(wake)` and raises at once.
+
+        `subscribe(wake)` is called before each wait and must have `wake` called when the answer may have changed.
+        """
 
     async def wait_until(
         self,

@@ -63,7 +63,9 @@ def error_of(code: int, *, action: str, file: str, file_offset: int, nbytes: int
             f"{action} of {file}, offset {file_offset}, {nbytes} bytes: not begun before its deadline"
         )
     if code <= -CUDA_ERROR:
-        return DeviceError(f"{action} of {file}, offset {file_offset}, {nbytes} bytes: CUDA error {-code - CUDA_ERROR}")
+        return DeviceError(
+            f"{action} of {file}, offset {file_offset}, {nbytes} bytes: CUDA error {-code - CUDA_ERROR}"
+        )
     if code == -errno.ENODATA:
         return ShortReadError(action, arrived=arrived, file=file, file_offset=file_offset, nbytes=nbytes)
     return storage_error(code, action=action, file=file, file_offset=file_offset, nbytes=nbytes)

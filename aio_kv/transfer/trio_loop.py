@@ -11,7 +11,6 @@ import trio
 from aio_kv.transfer.binding import BlockingJob
 
 if TYPE_CHECKING:
-    from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["TrioBinding"]
@@ -90,16 +89,21 @@ class TrioBinding:
             await self.wait_until(lambda: transfer.is_done, transfer.add_waiter, self.drain_timeout)
             raise
 
-    async def wait_room(self, dispatcher: Dispatcher) -> None:
+    async def wait_cancellably(
+        self,
+        is_true: Callable[[], bool],
+        subscribe: Callable[[Callable[[], None]], object],
+        unsubscribe: Callable[[Callable[[], None]], object],
+    ) -> None:
         await trio.lowlevel.checkpoint()
-        while not dispatcher.has_room:
+        while not is_true():
             event = trio.Event()
             wake = event.set
-            dispatcher.add_room_waiter(wake)
+            subscribe(wake)
             try:
                 await event.wait()
             except trio.Cancelled:
-                dispatcher.remove_room_waiter(wake)
+                unsubscribe(wake)
                 raise
 
     async def wait_until(

@@ -1,0 +1,101 @@
+"""The GPU side of a session: the device, what the engine needs of it, and the callers' streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aio_kv.cuda import AwaitableEvent, CopyOptions, Device, DevicePath, Stream
+from aio_kv.cuda.stream import as_stream
+from aio_kv.engine import CUDA_ERROR, Engine, Order
+from aio_kv.errors import ClosedError, DeviceError
+from aio_kv.memory import DeviceMemory
+from aio_kv.transfer import LoopBinding
+
+__all__ = ["DeviceSide", "OrderedStream"]
+
+
+class OrderedStream:
+    """A caller's stream for one transfer: the fence recorded on it at the call, and what `enqueued` asks of it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        # Recorded inside the submitting call: it stands for what the caller has launched so far, and for nothing later.
+        self._fence = stream.record()
+
+    @property
+    def order(self) -> Order:
+        """What the engine is told."""
+        return Order(self._fence.handle, self._stream.handle)
+
+    def wait_for(self, event: int) -> None:
+        """Make the stream wait for an event of the engine. Raises `DeviceError` for a stream under graph capture."""
+        self._stream.wait_handle(event)
+
+    def release(self) -> None:
+        """The engine is done with the fence."""
+        self._fence.release()
+
+
+class DeviceSide:
+    """Opened in a thread, because finding a device and loading kernels block; closed after the engine."""
+
+    def __init__(self, device: int | Device, copies: CopyOptions | None) -> None:
+        self._owns_device = not isinstance(device, Device)
+        self.device = device if isinstance(device, Device) else Device(device)
+        try:
+            self.path = DevicePath(self.device, copies)
+        except BaseException:
+            self._close_device()
+            raise
+
+    def fields(self) -> Mapping[str, int]:
+        """What the engine is told of the device."""
+        return self.path.fields()
+
+    def memory(self, place: Any, *, what: str) -> DeviceMemory:
+        """The device memory behind what a caller hands over, checked. Raises `DeviceError`, `LayoutError`."""
+        return self.path.destination(place, what=what)
+
+    def ordered(self, stream: Any) -> OrderedStream | None:
+        """The caller's stream for one transfer; None for None: no fence, the caller vouches for the order."""
+        return None if stream is None else OrderedStream(as_stream(stream, self.device))
+
+    def record_event(self, stream: Any, engine: Engine, binding: LoopBinding) -> AwaitableEvent:
+        """An event on a caller's stream that the engine watches for whoever awaits it."""
+
+        async def wait(event: AwaitableEvent) -> None:
+            await _wait_event(event, engine, binding)
+
+        return self.path.record_event(stream, wait)
+
+    def close(self) -> None:
+        """Give back kernels and device; again does nothing."""
+        self.path.close()
+        self._close_device()
+
+    def _close_device(self) -> None:
+        if self._owns_device:
+            self.device.close()
+
+
+async def _wait_event(event: AwaitableEvent, engine: Engine, binding: LoopBinding) -> None:
+    if event.is_done:
+        return
+    if engine.is_closed:
+        raise ClosedError("the backend that recorded the event is closed: synchronise the stream instead")
+    wakes: list[Callable[[], None]] = []
+
+    def on_news() -> None:
+        while wakes:
+            wakes.pop()()
+
+    ticket = engine.submit_watch(event.handle, owner=event, tag=on_news)
+    # Cancelled, nothing has to be waited for: the ticket keeps the event until the engine has stopped looking at it.
+    await binding.wait_cancellably(lambda: ticket.is_done, wakes.append, lambda wake: engine.cancel(ticket))
+    if ticket.status <= -CUDA_ERROR:
+        raise DeviceError(
+            f"the event failed with CUDA error {-ticket.status - CUDA_ERROR}: the device is lost"
+        )
+    if ticket.status:
+        raise ClosedError("the backend was closed before the event was done")

@@ -1,0 +1,96 @@
+"""Whether memory that a caller hands over is what it must be: GPU memory, of this device, and long enough.
+
+A copy to a wrong address is a fault that the whole process does not survive, so the driver is asked first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from aio_kv.cuda.device import Device
+from aio_kv.cuda.dlpack import dlpack_memory, is_dlpack
+from aio_kv.errors import DeviceError, LayoutError
+from aio_kv.memory import DeviceMemory, device_memory, is_device_memory
+
+__all__ = ["device_destination"]
+
+_INVALID_VALUE = 1
+_TYPE_HOST = 1  # CUmemorytype
+# CUpointer_attribute
+_MEMORY_TYPE, _DEVICE_ORDINAL, _RANGE_START, _RANGE_NBYTES, _IS_MAPPED = 2, 9, 11, 12, 13
+
+
+def device_destination(obj: Any, device: Device, *, what: str) -> DeviceMemory:
+    """Return address and length of writable, C-contiguous memory on `device`, checked with the driver.
+
+    Accepted: CUDA tensors, anything with `__cuda_array_interface__` or DLPack, `DeviceBuffer`, `DevicePointer`,
+    `DeviceMemory`. The result borrows the memory and keeps `obj` through `owner`. Raises `LayoutError` for host memory,
+    memory of another GPU and a length that passes the end of its allocation, `DeviceError` for memory that was freed
+    and after a fault; both name `what`.
+    """
+    device.check_usable()
+    memory = _memory_of(obj, device, what)
+    if memory.nbytes:
+        with device.activated():
+            _check(memory, device, what)
+    return memory
+
+
+def _memory_of(obj: Any, device: Device, what: str) -> DeviceMemory:
+    if is_device_memory(obj):
+        return device_memory(obj, what=what)
+    if is_dlpack(obj) and not hasattr(obj, "data_ptr"):
+        return dlpack_memory(obj, device.index, what=what)
+    raise LayoutError(
+        f"{what} is host memory or no memory at all ({type(obj).__name__}): give memory of GPU {device.index}, such as "
+        "a CUDA tensor, a DeviceBuffer or a DevicePointer"
+    )
+
+
+def _check(memory: DeviceMemory, device: Device, what: str) -> None:
+    address, nbytes = memory.address, memory.nbytes
+    kind = ctypes.c_uint()
+    if not _ask(device, kind, _MEMORY_TYPE, address):
+        raise DeviceError(
+            f"{what}: CUDA knows no memory at {address:#x}: it was freed, or it is ordinary host memory",
+            call="cuPointerGetAttribute",
+            code=_INVALID_VALUE,
+            hint="keep the tensor or buffer alive until the transfer has ended",
+        )
+    if kind.value == _TYPE_HOST:
+        raise LayoutError(f"{what} at {address:#x} is host memory: give memory of GPU {device.index}")
+    index = ctypes.c_int(device.index)
+    _ask(device, index, _DEVICE_ORDINAL, address)
+    if index.value != device.index:
+        raise LayoutError(
+            f"{what} at {address:#x} is on GPU {index.value}: give memory of GPU {device.index}, which the backend uses"
+        )
+    start, length = ctypes.c_uint64(), ctypes.c_size_t()
+    # For memory that is mapped piece by piece (torch's expandable segments) this is the whole reserved range.
+    if _ask(device, start, _RANGE_START, address) and _ask(device, length, _RANGE_NBYTES, address):
+        _check_range(memory, start.value, start.value + length.value, what)
+    is_mapped = ctypes.c_int(1)
+    _ask(device, is_mapped, _IS_MAPPED, address + nbytes - 1)
+    if not is_mapped.value:
+        raise DeviceError(
+            f"{what}: no memory is mapped at {address + nbytes - 1:#x}, the last of its {nbytes} bytes",
+            hint="keep the tensor or buffer alive until the transfer has ended",
+        )
+
+
+def _check_range(memory: DeviceMemory, start: int, end: int, what: str) -> None:
+    last = memory.address + memory.nbytes
+    if not start <= memory.address <= last <= end:
+        raise LayoutError(
+            f"{what} is {memory.nbytes} bytes at {memory.address:#x} but its allocation is {end - start} bytes at "
+            f"{start:#x}: it passes the end by {max(last - end, 0)} bytes"
+        )
+
+
+def _ask(device: Device, value: Any, attribute: int, address: int) -> bool:
+    """Ask the driver about an address; False where it has no answer. Raises `DeviceError` after a fault."""
+    code = device.table.function("cuPointerGetAttribute")(ctypes.byref(value), attribute, address)
+    if code and code != _INVALID_VALUE:
+        raise device.failure("cuPointerGetAttribute", code)
+    return code == 0
