@@ -255,10 +255,10 @@ class Engine:
 
         Each is done, or, with device memory, enqueued.
         """
-        finished: list[Ticket] = []
+        news: dict[Ticket, None] = {}  # a ticket that was enqueued and is done by now is told of once
         with self._lock:
             if self._handle is None:
-                return finished
+                return []
             count = _DRAIN_MAX
             while count == _DRAIN_MAX:
                 count = self._lib.akv_engine_drain(self._check_process(), self._finished, _DRAIN_MAX)
@@ -266,7 +266,7 @@ class Engine:
                     record = self._finished[i]
                     ticket = self._live[record.ticket]
                     ticket.status, ticket.failed = record.status, record.failed
-                    finished.append(ticket)
+                    news[ticket] = None
                     if record.stage:
                         ticket.event = record.event
                         ticket.is_enqueued = True
@@ -278,7 +278,7 @@ class Engine:
                     ticket.owners = ()
                     ticket.event = 0
                     ticket.is_done = True
-        return finished
+        return list(news)
 
     def fileno(self) -> int:
         """A descriptor that polls readable when `drain` has something, or when the engine has stopped."""
