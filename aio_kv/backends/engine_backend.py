@@ -295,9 +295,7 @@ class EngineBackend:
         if is_device and not all(isinstance(memory, DeviceMemory) for memory in memories):
             raise LayoutError(f"{_role(kind)}: host and device memory in one call: make two calls")
         array = np.array(ids, dtype=np.int64)
-        return self._start(
-            session, kind, array, addresses, memories, deadline, priority, stream, is_device
-        )
+        return self._start(session, kind, array, addresses, memories, deadline, priority, stream, is_device)
 
     def _read_one(self, group_id: int, place: Any, stream: Any, priority: Priority) -> Transfer | None:
         """The short way for one group, which is what latency is measured by; None where the long way must look.

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from aio_kv.backends.device_side import DeviceSide
+from aio_kv.cuda import CopyOptions, Device, PinnedBuffer
 from aio_kv.errors import ClosedError, LayoutError, StorageError, UnavailableError
 from aio_kv.files import LayerFiles, PathLike
 from aio_kv.integers import Int64Array
@@ -37,11 +39,11 @@ class PosixBackend:
         path_or_files: directories, opened and owned by this backend; or `LayerFiles`, which stay the
             caller's.
         layout: the geometry; may be left out where `LayerFiles` are given.
-        device: the GPU that destinations are on; needs `copy`.
+        device: the GPU that destinations are on, by index or as an open `aio_kv.cuda.Device`; None for host memory.
         create: make the files where there are none (only with a path).
         copy: `copy(destination, source, stream)` copies a view of host bytes to a `DeviceMemory` of the same
-            length on `stream` and returns when the copy has ended. Without it device destinations are
-            refused.
+            length on `stream` and returns when the copy has ended. With a `device` there is one: an
+            asynchronous copy from the pinned bounce buffer, then a stream synchronisation.
         direct: True asks for direct I/O, False for the page cache, None takes direct I/O where it works.
 
     Memory handed to a call is borrowed until the call returns. Calls block and are serialised by a lock, so
@@ -53,7 +55,7 @@ class PosixBackend:
         path_or_files: PathLike | Sequence[PathLike] | LayerFiles,
         layout: GroupLayout | None = None,
         *,
-        device: Any = None,
+        device: int | Device | None = None,
         create: bool = False,
         copy: CopyToDevice | None = None,
         direct: bool | None = None,
@@ -62,6 +64,8 @@ class PosixBackend:
         self._closed = False
         self._device = device
         self._copy = copy
+        self._side: DeviceSide | None = None
+        self._pin: PinnedBuffer | None = None
         self._owns_files = not isinstance(path_or_files, LayerFiles)
         self._files = _as_files(path_or_files, layout, create)
         self._layout = self._files.layout
@@ -73,9 +77,24 @@ class PosixBackend:
             self._bounce = aligned_buffer(
                 self._layout.stride, max(4096, alignment.memory if alignment else 1)
             )
+            if device is not None and copy is None:
+                self._open_device(device)
         except BaseException:
+            self._close_device()
             self._close_files()
             raise
+
+    def _open_device(self, device: int | Device) -> None:
+        # No kernels: the oracle copies one group at a time, the plainest way there is.
+        self._side = DeviceSide(device, CopyOptions(kernel_nbytes_max=0))
+        self._pin = PinnedBuffer(self._bounce, self._side.device)
+        self._copy = self._side.path.copy_and_wait
+
+    def _close_device(self) -> None:
+        if self._pin is not None:
+            self._pin.close()
+        if self._side is not None:
+            self._side.close()
 
     @property
     def layout(self) -> GroupLayout:
@@ -185,6 +204,7 @@ class PosixBackend:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                self._close_device()
                 self._close_files()
 
     def __enter__(self) -> PosixBackend:

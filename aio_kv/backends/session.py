@@ -44,6 +44,13 @@ class SessionPlan:
     options: EngineOptions
     choice: str
 
+    def check_device(self) -> None:
+        """Raise `LayoutError` for options that a device does not go with."""
+        if self.options.staging_nbytes > 1 << 30:
+            raise LayoutError(
+                f"staging_nbytes is {self.options.staging_nbytes}: must be at most {1 << 30} (per ring) with a device"
+            )
+
     def open_files(self) -> LayerFiles:
         """The caller's files, or new ones."""
         if isinstance(self.source, LayerFiles):
@@ -90,6 +97,7 @@ class Session:
             device: DeviceSide | None = None
             try:
                 if plan.device is not None:
+                    plan.check_device()
                     device = DeviceSide(plan.device, plan.options.copies)
                 fields = device.fields() if device is not None else None
                 return files, open_engine(files, plan.options, plan.choice, device=fields), device

@@ -29,7 +29,8 @@ static int check_options(const akv_options *o)
                     o->bulk_nbytes >= 1 && o->staging_nbytes >= AKV_HUGE && o->staging_nbytes <= (1ull << 40) &&
                     o->fd_count >= 1 && o->fd_count <= 65536 && o->fds && (o->fault_count == 0 || o->faults) &&
                     (o->source == AKV_SOURCE_URING || o->threads >= 1) && o->spin_us <= 10000;
-    if (!is_sound || (o->device && !is_device_sound(o->device)))
+    /* One registration holds the whole slab: no copy may cross from one to the next. */
+    if (!is_sound || (o->device && (!is_device_sound(o->device) || o->staging_nbytes > AKV_PIECE)))
         return -EINVAL;
     for (uint32_t i = 0; i < o->fault_count; i++)
         if (o->faults[i].every == 0 || o->faults[i].action > AKV_FAULT_REORDER ||
