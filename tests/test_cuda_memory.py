@@ -76,6 +76,12 @@ class TestMemory:
         with pytest.raises(DeviceError, match="cuMemHostGetDevicePointer"):
             PinnedBuffer(memoryview(mmap.mmap(-1, 8192)), device)
         assert not stub.registered
+        stub.codes.clear()
+        register, pages = stub.cuMemHostRegister, iter([0, 2])
+        monkeypatch.setattr(stub, "cuMemHostRegister", lambda *a: next(pages) or register(*a))
+        with pytest.raises(DeviceError, match=r"cuMemHostRegister failed.*out of memory"):
+            PinnedBuffer(memoryview(mmap.mmap(-1, 8192)), device)
+        assert not stub.registered
         stub.codes = {"cuMemHostRegister": 2}
         with pytest.raises(DeviceError, match=r"cuMemHostRegister.*pinned memory is used up"):
             PinnedBuffer(memoryview(mmap.mmap(-1, 8192)), device)

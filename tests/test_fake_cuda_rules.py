@@ -71,6 +71,15 @@ def test_unknown_handles_and_pointers_are_refused(fake: FakeCuda) -> None:
     assert fake.pending == 0
 
 
+def test_a_destroyed_handle_does_not_find_its_successor(fake: FakeCuda) -> None:
+    for make, destroy in [(fake.stream, "cuStreamDestroy"), (fake.event, "cuEventDestroy")]:
+        old = make()
+        fake.check(destroy, old)
+        new = make()
+        assert fake.call(destroy, old) == 400
+        assert fake.call(destroy, new) == 0
+
+
 def test_a_context_is_needed_in_each_thread(fake: FakeCuda) -> None:
     stream = fake.stream()
     assert in_thread(lambda: fake.call("cuStreamQuery", stream)) == 201
