@@ -30,6 +30,7 @@ __all__ = [
     "Plan",
     "plan_groups",
     "plan_one",
+    "plan_pinned",
 ]
 
 # The memory of these is what the native engine reads (akv_op, akv_copy, akv_result in native/akv.cdef.h).
@@ -55,11 +56,12 @@ _VECTORED_STRIDE_MAX: Final = 64 << 10
 
 
 class Placement(IntEnum):
-    """Where the bytes of an op are (AKV_DIRECT, AKV_STAGED, AKV_VECTORED)."""
+    """Where the bytes of an op are (AKV_DIRECT, AKV_STAGED, AKV_VECTORED, AKV_PINNED)."""
 
     DIRECT = 0
     STAGED = 1
     VECTORED = 2
+    PINNED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,40 @@ def plan_groups(
     requests = _Requests(order, sorted_addresses, group_of_request)
     split = _split_groups if layout.stride > limits.op_nbytes_max else _merge_groups
     return split(layout, unique, first_address, is_landable, limits, requests, is_write)
+
+
+_PINNED_COPIES = 1024  # copies in one op of a load or save
+_WINDOW_BITS = 31  # an op reaches over 2 GiB of pinned memory: its copies have 32-bit offsets
+
+
+def plan_pinned(
+    region: tuple[int, int], offsets: Int64Array, addresses: Int64Array, piece_nbytes: int
+) -> Plan:
+    """Plan copies of `piece_nbytes` each between pinned host memory and device addresses, without any file.
+
+    `region` is (address, nbytes) of the host memory, `offsets` are places in it, one per device address.
+    """
+    windows = offsets >> _WINDOW_BITS
+    order = None if windows.min() == windows.max() else np.argsort(windows, kind="stable")
+    if order is not None:
+        offsets, addresses, windows = offsets[order], addresses[order], windows[order]
+    is_same_window = np.zeros(len(windows), dtype=bool)
+    np.equal(windows[1:], windows[:-1], out=is_same_window[1:])
+    op_starts, op_of_piece, _ = _cut(is_same_window, _PINNED_COPIES)
+    base = windows[op_starts] << _WINDOW_BITS
+    ops = np.zeros(len(op_starts), dtype=OP_DTYPE)
+    ops["address"] = region[0] + base
+    ops["nbytes"] = np.minimum(region[1] - base, (1 << _WINDOW_BITS) + piece_nbytes)
+    ops["placement"] = Placement.PINNED
+    ops["copy_first"] = op_starts
+    ops["copy_count"] = np.diff(op_starts, append=len(offsets))
+    copies = np.empty(len(offsets), dtype=COPY_DTYPE)
+    copies["address"] = addresses
+    copies["op_offset"] = offsets - base[op_of_piece]
+    copies["nbytes"] = piece_nbytes
+    return Plan(
+        ops, len(ops), copies, len(copies), _Requests(order, addresses, None).in_call_order(op_of_piece), 1
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,18 @@
 typedef struct akv_engine akv_engine;
 
 enum { AKV_SOURCE_URING = 0, AKV_SOURCE_THREADS = 1 };
-enum { AKV_READ = 0, AKV_WRITE = 1, AKV_SYNC = 2, AKV_REGION_ADD = 3, AKV_REGION_REMOVE = 4, AKV_EVENT = 5 };
-enum { AKV_DIRECT = 0, AKV_STAGED = 1, AKV_VECTORED = 2 };
+enum { AKV_READ = 0, AKV_WRITE = 1, AKV_SYNC = 2, AKV_REGION_ADD = 3, AKV_REGION_REMOVE = 4, AKV_EVENT = 5,
+       AKV_LOAD = 6, AKV_SAVE = 7 };
+enum { AKV_DIRECT = 0, AKV_STAGED = 1, AKV_VECTORED = 2, AKV_PINNED = 3 };
 enum { AKV_NO_FIXED = 1, AKV_NO_DEFER = 2, AKV_SCHED_BATCH = 4, AKV_NO_COOP = 8 };
 
 /* One I/O of at most max_op_nbytes.
  *   direct:   `address` is where the bytes go to or come from.
  *   staged:   the engine lends a staging slot; `copies` move the pieces between the slot and memory. What a staged
  *             write does not cover with copies is written as zeros.
- *   vectored: `copies`, in order and without gaps, are the memory of one scattered read or gathered write. */
+ *   vectored: `copies`, in order and without gaps, are the memory of one scattered read or gathered write.
+ *   pinned:   for AKV_LOAD and AKV_SAVE, which have no file: `address` lies in a region that is pinned, and `copies` move
+ *             the pieces between its `nbytes` bytes and device memory. */
 typedef struct {
     uint64_t file_offset;
     uint64_t address;
@@ -217,7 +220,9 @@ int64_t akv_engine_submit(akv_engine *engine, uint32_t ring, uint32_t kind, uint
                           akv_result *results, const akv_order *order);
 /* A batch that is done when `event`, which the caller has recorded and keeps, is. */
 int64_t akv_engine_watch(akv_engine *engine, uint32_t ring, void *event);
-int64_t akv_engine_region(akv_engine *engine, uint32_t ring, uint32_t kind, uint64_t address, uint64_t nbytes);
+/* `device_address`: where the device sees memory that the caller has pinned; 0 if it has not. */
+int64_t akv_engine_region(akv_engine *engine, uint32_t ring, uint32_t kind, uint64_t address, uint64_t nbytes,
+                          uint64_t device_address);
 int akv_engine_drain(akv_engine *engine, akv_completion *out, uint32_t max);
 /* Spins until something can be drained (1) or `microseconds` have passed (0). */
 int akv_engine_poll(akv_engine *engine, uint32_t microseconds);

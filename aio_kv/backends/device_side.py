@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aio_kv.cuda import AwaitableEvent, CopyOptions, Device, DevicePath, Stream
+from aio_kv.cuda import AwaitableEvent, CopyOptions, Device, DevicePath, PinnedBuffer, Stream
 from aio_kv.cuda.stream import as_stream
 from aio_kv.engine import CUDA_ERROR, Engine, Order
 from aio_kv.errors import ClosedError, DeviceError
-from aio_kv.memory import DeviceMemory
+from aio_kv.memory import DeviceMemory, HostMemory, raw_view
 from aio_kv.transfer import LoopBinding
 
 __all__ = ["DeviceSide", "OrderedStream"]
@@ -56,6 +56,10 @@ class DeviceSide:
     def memory(self, place: Any, *, what: str) -> DeviceMemory:
         """The device memory behind what a caller hands over, checked. Raises `DeviceError`, `LayoutError`."""
         return self.path.destination(place, what=what)
+
+    def pin(self, memory: HostMemory) -> PinnedBuffer:
+        """Register host memory with CUDA; blocking."""
+        return PinnedBuffer(raw_view(memory.address, memory.nbytes), self.device)
 
     def ordered(self, stream: Any) -> OrderedStream | None:
         """The caller's stream for one transfer; None for None: no fence, the caller vouches for the order."""

@@ -22,10 +22,10 @@ from aio_kv.engine import Batch, Engine, EngineStatistics, Kind, Order
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import ClosedError, LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
-from aio_kv.integers import Int64Array
+from aio_kv.integers import Int64Array, check_integers
 from aio_kv.layout import GroupLayout
 from aio_kv.memory import DeviceMemory, HostMemory, host_address, is_device_memory
-from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one
+from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one, plan_pinned
 from aio_kv.protocols import Priority, Read, Scatter, Write
 from aio_kv.transfer import LandingRegion, Transfer, current_binding
 from aio_kv.transfer.dispatcher import DispatcherStatistics
@@ -237,23 +237,27 @@ class EngineBackend:
         session = self._require_session()
         layout = self._layout
         ids = layout.check_ids(group_ids)
-        count = len(ids)
-        is_scatter = isinstance(place, Scatter)
-        memory = self._memory(session, place.memory if is_scatter else place, kind, stream)
-        payload = layout.payload_nbytes
-        if is_scatter:
-            addresses = memory.address + self._check_scatter(memory, place.offsets, count)
-        elif memory.nbytes != count * payload:
-            raise LayoutError(
-                f"{_role(kind)} holds {memory.nbytes} bytes: {count} groups of {payload} bytes need exactly "
-                f"{count * payload}; use Scatter to place them in larger memory"
-            )
-        else:
-            addresses = memory.address + np.arange(count, dtype=np.int64) * payload
+        memory, addresses = self._addresses(session, kind, place, len(ids), stream)
         # The caller may change its array at once, and the order check needs it later: a copy.
         is_device = isinstance(memory, DeviceMemory)
         owner = (memory, place)
         return self._start(session, kind, ids.copy(), addresses, owner, deadline, priority, stream, is_device)
+
+    def _addresses(
+        self, session: Session, kind: Kind, place: Any, count: int, stream: Any
+    ) -> tuple[HostMemory | DeviceMemory, Int64Array]:
+        """The memory of a call and the address of each of its groups, packed or scattered."""
+        payload = self._layout.payload_nbytes
+        is_scatter = isinstance(place, Scatter)
+        memory = self._memory(session, place.memory if is_scatter else place, kind, stream)
+        if is_scatter:
+            return memory, memory.address + self._check_scatter(memory, place.offsets, count)
+        if memory.nbytes != count * payload:
+            raise LayoutError(
+                f"{_role(kind)} holds {memory.nbytes} bytes: {count} groups of {payload} bytes need exactly "
+                f"{count * payload}; use Scatter to place them in larger memory"
+            )
+        return memory, memory.address + np.arange(count, dtype=np.int64) * payload
 
     def _check_scatter(
         self, memory: HostMemory | DeviceMemory, offsets: Int64Array, count: int
@@ -363,11 +367,16 @@ class EngineBackend:
             )
             first, last = int(addresses.min()), int(addresses.max())
         transfer = self._make(session, kind, plan, ids, count, owner, deadline, priority)
-        if is_device and session.device is not None:
-            transfer.stream = session.device.ordered(stream)
-            transfer.order = transfer.stream.order if transfer.stream is not None else Order(0, 0)
+        if is_device:
+            self._order(session, transfer, stream)
         self._hand_over(session, transfer, first, last)
         return transfer
+
+    def _order(self, session: Session, transfer: Transfer, stream: Any) -> None:
+        # The last thing before the hand-over: the fence stands for all that the caller has launched before the call.
+        assert session.device is not None
+        transfer.stream = session.device.ordered(stream)
+        transfer.order = Order(0, 0) if transfer.stream is None else transfer.stream.order
 
     def _make(
         self,
@@ -425,6 +434,65 @@ class EngineBackend:
         """
         session = self._require_session()
         return await session.table.add(host_address(memory, writable=True, what="landing region"))
+
+    def load(
+        self,
+        region: LandingRegion,
+        offsets: Any,
+        into: Any,
+        *,
+        stream: Any = None,
+        deadline: float | None = None,
+        priority: Priority = Priority.DEMAND,
+    ) -> Transfer:
+        """Start copying groups from pinned host memory to the device, without any file.
+
+        `offsets` are byte offsets in the landing region, one per group of `payload_nbytes`; `into` is device memory,
+        packed or a `Scatter`. The region's bytes and the destination are the backend's until the transfer has ended.
+        Errors are those of `read_groups`.
+        """
+        return self._copy_pinned(Kind.LOAD, region, offsets, into, (stream, deadline, priority))
+
+    def save(
+        self,
+        region: LandingRegion,
+        offsets: Any,
+        source: Any,
+        *,
+        stream: Any = None,
+        deadline: float | None = None,
+        priority: Priority = Priority.DEMAND,
+    ) -> Transfer:
+        """Start copying groups from the device to pinned host memory, without any file. See `load`."""
+        return self._copy_pinned(Kind.SAVE, region, offsets, source, (stream, deadline, priority))
+
+    def _copy_pinned(
+        self,
+        kind: Kind,
+        region: LandingRegion,
+        offsets: Any,
+        place: Any,
+        how: tuple[Any, float | None, Priority],
+    ) -> Transfer:
+        session = self._require_session()
+        payload = self._layout.payload_nbytes
+        stream, deadline, priority = how
+        if region not in session.table.regions or region.pin is None:
+            raise LayoutError(
+                "the region is not pinned by this backend: register it with a backend that has a device"
+            )
+        starts = check_integers(offsets, what="offsets", limit=max(1, region.nbytes - payload + 1))
+        memory, addresses = self._addresses(session, kind, place, len(starts), stream)
+        if not isinstance(memory, DeviceMemory):
+            raise LayoutError("host memory is copied by the caller: load and save are for device memory")
+        plan = _EMPTY_PLAN
+        if len(starts):
+            plan = plan_pinned((region.address, region.nbytes), starts, addresses, payload)
+        no_group = np.empty(0, np.int64)  # of no file: there is nothing to order it against
+        transfer = self._make(session, kind, plan, no_group, len(starts), (memory, place), deadline, priority)
+        self._order(session, transfer, stream)
+        self._hand_over(session, transfer, region.address, region.address)
+        return transfer
 
     def record_event(self, stream: Any) -> Any:
         """Return an `AwaitableEvent` recorded on a caller's stream; `await event` waits until the GPU has reached it.
@@ -503,4 +571,4 @@ class AutoBackend(EngineBackend):
 
 
 def _role(kind: Kind) -> str:
-    return "into" if kind is Kind.READ else "source"
+    return "into" if kind in (Kind.READ, Kind.LOAD) else "source"

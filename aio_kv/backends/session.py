@@ -83,7 +83,7 @@ class Session:
         self.device = device
         self.limits = opened.limits
         self.dispatcher = Dispatcher(opened.engine, binding, path_of=files.path_of)
-        self.table = RegionTable(opened.engine, binding)
+        self.table = RegionTable(opened.engine, binding, device.pin if device is not None else None)
         self._unsynced: set[int] = set()
         self._failed_write: str | None = None
         binding.watch(opened.engine.fileno(), self.dispatcher.drain)

@@ -19,6 +19,8 @@ class Kind(IntEnum):
     REGION_ADD = 3
     REGION_REMOVE = 4
     EVENT = 5
+    LOAD = 6
+    SAVE = 7
 
 
 class Order(NamedTuple):

@@ -228,14 +228,17 @@ class Engine:
         raise _submit_error(number, op_count)
 
     def submit_region(
-        self, kind: Kind, address: int, nbytes: int, *, ring: int, tag: object = None
+        self, kind: Kind, address: int, nbytes: int, *, ring: int, tag: object = None, device_address: int = 0
     ) -> Ticket:
         """Register (REGION_ADD) or forget (REGION_REMOVE) memory with one ring; the ticket's status is the answer.
 
+        `device_address` is where the GPU sees memory that the caller has pinned, 0 if it has not.
         The memory must stay valid until a REGION_REMOVE for it is done, which waits for the I/O on it.
         """
         with self._lock:
-            number = self._lib.akv_engine_region(self._open_handle(), ring, kind, address, nbytes)
+            number = self._lib.akv_engine_region(
+                self._open_handle(), ring, kind, address, nbytes, device_address
+            )
             if number >= 0:
                 ticket = self._live[number] = Ticket(number, (), 0, ring=ring, tag=tag)
                 return ticket

@@ -104,7 +104,7 @@ class PythonEngine:
         return ticket
 
     def submit_region(
-        self, kind: Kind, address: int, nbytes: int, *, ring: int, tag: object = None
+        self, kind: Kind, address: int, nbytes: int, *, ring: int, tag: object = None, device_address: int = 0
     ) -> Ticket:
         """Answer at once: there is no ring to register memory with."""
         ticket = Ticket(-1, (), 0, ring=ring, tag=tag)

@@ -28,6 +28,7 @@ from aio_kv.transfer.transfer import Transfer
 __all__ = ["Dispatcher", "DispatcherStatistics", "OpDescription"]
 
 _log = logging.getLogger("aio_kv")
+_ORDERED = (Kind.READ, Kind.WRITE, Kind.SYNC)  # loads and saves touch no file
 _SPIN_NBYTES_MAX = 16 << 10
 _CHUNK_OPS = 4096  # ops per batch: long enough to cost nothing, short enough to spread over rings
 
@@ -85,11 +86,11 @@ class Dispatcher:
             raise BusyError(
                 f"{len(self._active)} transfers are in flight (max_transfers): await wait_ready() first"
             )
-        if self._writers or (transfer.kind is not Kind.READ and self._active):
+        if transfer.kind in _ORDERED and (self._writers or (transfer.kind is not Kind.READ and self._active)):
             self._hold_behind_conflicts(transfer)
         self._active[transfer] = None
         self._counts["transfers"] += 1
-        if transfer.kind is not Kind.READ:
+        if transfer.kind in (Kind.WRITE, Kind.SYNC):
             self._writers[transfer] = None
         if transfer.blockers:
             transfer.is_held = True

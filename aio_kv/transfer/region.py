@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aio_kv.engine import Engine, Kind, PythonEngine, Ticket
 from aio_kv.errors import LayoutError
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["LandingRegion", "RegionTable"]
 
 _PAGE = 4096
+
+
+class Pin(Protocol):
+    """The registration of host memory with a GPU."""
+
+    def device_address(self, offset: int = 0) -> int:
+        """Where the device sees the byte at `offset`."""
+
+    def close(self) -> None:
+        """Unregister."""
 
 
 class LandingRegion:
@@ -36,6 +46,7 @@ class LandingRegion:
         self.nbytes = memory.nbytes
         self.is_registered = False
         self.refusal = 0
+        self.pin: Pin | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -77,9 +88,15 @@ class LandingRegion:
 class RegionTable:
     """The landing regions of one backend."""
 
-    def __init__(self, engine: Engine | PythonEngine, binding: LoopBinding) -> None:
+    def __init__(
+        self,
+        engine: Engine | PythonEngine,
+        binding: LoopBinding,
+        pin: Callable[[HostMemory], Pin] | None = None,
+    ) -> None:
         self._engine = engine
         self._binding = binding
+        self._pin = pin  # blocking: run in a thread
         self.regions: list[LandingRegion] = []
 
     def covering(self, first: int, last: int) -> tuple[LandingRegion, ...]:
@@ -100,11 +117,24 @@ class RegionTable:
                 )
         region = LandingRegion(memory, self)
         self.regions.append(region)  # before the first wait: a second call must see it
-        cancelled = await self._command(region, Kind.REGION_ADD)
+        cancelled = await self._pin_memory(region, memory)
+        again = await self._command(region, Kind.REGION_ADD)
+        cancelled = cancelled or again
         if cancelled is not None:
             await self.remove(region)
             raise cancelled
         return region
+
+    async def _pin_memory(self, region: LandingRegion, memory: HostMemory) -> BaseException | None:
+        pin = self._pin
+        if pin is None:
+            return None
+        try:
+            region.pin, cancelled = await self._binding.run_in_thread(lambda: pin(memory))
+        except BaseException:
+            self.regions.remove(region)
+            raise
+        return cancelled
 
     async def _command(self, region: LandingRegion, kind: Kind) -> BaseException | None:
         wakes: list[Callable[[], None]] = []
@@ -115,7 +145,14 @@ class RegionTable:
                 wakes.pop()()
 
         tickets: list[Ticket] = [
-            self._engine.submit_region(kind, region.address, region.nbytes, ring=ring, tag=on_done)
+            self._engine.submit_region(
+                kind,
+                region.address,
+                region.nbytes,
+                ring=ring,
+                tag=on_done,
+                device_address=region.pin.device_address() if region.pin is not None else 0,
+            )
             for ring in range(rings)
         ]
         cancelled = await self._binding.wait_until(
@@ -136,11 +173,15 @@ class RegionTable:
             if not self._engine.is_closed and not self._engine.is_stopped:
                 again = await self._forget(region)
                 cancelled = cancelled or again
+        if region.pin is not None:
+            _, again = await self._binding.run_in_thread(region.pin.close)
+            cancelled = cancelled or again
+            region.pin = None
         region._memory = None
         if cancelled is not None:
             raise cancelled
 
     async def _forget(self, region: LandingRegion) -> BaseException | None:
-        if region.refusal in (errno.EOPNOTSUPP,) and not region.is_registered:
+        if region.refusal == errno.EOPNOTSUPP and region.pin is None:
             return None  # no ring ever knew it
         return await self._command(region, Kind.REGION_REMOVE)

@@ -29,7 +29,13 @@ __all__ = ["CallerStream", "Transfer"]
 
 _log = logging.getLogger("aio_kv")
 _ERRORS_MAX = 8
-_ACTIONS = {Kind.READ: "read", Kind.WRITE: "write", Kind.SYNC: "fdatasync"}
+_ACTIONS = {
+    Kind.READ: "read",
+    Kind.WRITE: "write",
+    Kind.SYNC: "fdatasync",
+    Kind.LOAD: "load",
+    Kind.SAVE: "save",
+}
 
 
 class CallerStream(Protocol):

@@ -71,11 +71,10 @@ void akv_batch_op_done(struct akv_reactor *r, struct akv_batch *b, uint32_t op_i
 /* Ops of `lane` from its cursor on have not started. */
 static void drop_lane(struct akv_reactor *r, struct akv_batch *b, uint32_t lane, int32_t code)
 {
-    uint32_t small_nbytes = r->engine->options.small_nbytes;
     if (b->lane[lane].left == 0)
         return;
     for (uint32_t i = b->lane[lane].cursor; i < b->op_count; i++)
-        if ((b->ops[i].nbytes > small_nbytes) == (lane == AKV_BULK))
+        if (akv_lane_of(r, b, b->ops[i].nbytes) == lane)
             b->results[i] = (akv_result){code, 0};
 }
 

@@ -12,6 +12,7 @@ struct run {
     uint64_t device;
     uint8_t *host;
     uint64_t nbytes;
+    uint64_t device_shift; /* of the host side */
 };
 
 static int copy_single(struct akv_reactor *r, struct akv_copy_stream *s, const struct run *run, bool is_read)
@@ -25,7 +26,7 @@ static int copy_single(struct akv_reactor *r, struct akv_copy_stream *s, const s
 static void add_kernel_copy(struct akv_reactor *r, struct akv_copy_group *g, const struct run *run, bool is_read)
 {
     struct akv_device_state *d = &r->device;
-    uint64_t host = d->slab_device + (uint64_t)(run->host - r->slab.base);
+    uint64_t host = (uintptr_t)run->host + run->device_shift;
     g->list[d->kernel_count++] = (akv_kernel_copy){
         .target = is_read ? run->device : host,
         .source = is_read ? host : run->device,
@@ -67,9 +68,9 @@ static int add_run(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_
 
 static int add_flight(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_copy_group *g, struct akv_flight *f)
 {
-    bool is_read = f->batch->kind == AKV_READ;
+    bool is_read = akv_is_load(f->batch->kind);
     const akv_copy *copies = f->batch->copies + f->op.copy_first;
-    struct run run = {0, NULL, 0};
+    struct run run = {.device_shift = f->device_shift};
     for (uint32_t i = 0; i < f->op.copy_count; i++) {
         akv_copy copy = copies[i];
         if ((uint64_t)copy.op_offset + copy.nbytes > f->op.nbytes)
@@ -82,7 +83,7 @@ static int add_flight(struct akv_reactor *r, struct akv_copy_stream *s, struct a
         int code = add_run(r, s, g, &run, is_read);
         if (code)
             return code;
-        run = (struct run){copy.address, host, copy.nbytes};
+        run = (struct run){copy.address, host, copy.nbytes, f->device_shift};
     }
     return add_run(r, s, g, &run, is_read);
 }
@@ -133,14 +134,14 @@ static int pass_fence(struct akv_reactor *r, struct akv_copy_stream *s, struct a
 int akv_copies_queue(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_copy_group *g)
 {
     struct akv_device_state *d = &r->device;
-    bool is_read = s->pending_head->batch->kind == AKV_READ;
+    bool is_read = akv_is_load(s->pending_head->batch->kind);
     d->kernel_count = d->batch_count = 0;
     g->flights = NULL;
     int code = 0;
     while (s->pending_head && code == 0) {
         struct akv_flight *f = s->pending_head;
         bool is_full = d->kernel_count + f->op.copy_count > AKV_LIST_MAX || d->batch_count + f->op.copy_count > AKV_LIST_MAX;
-        if ((f->batch->kind == AKV_READ) != is_read || (is_full && g->flights))
+        if (akv_is_load(f->batch->kind) != is_read || (is_full && g->flights))
             break;
         s->pending_head = f->next;
         if (!s->pending_head)

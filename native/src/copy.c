@@ -12,6 +12,8 @@ int akv_copy_check(const struct akv_batch *b, const akv_op *op)
         return op->address ? 0 : -EFAULT;
     if ((uint64_t)op->copy_first + op->copy_count > b->copy_count)
         return -EINVAL;
+    if (op->placement == AKV_PINNED && (op->copy_count == 0 || op->copy_count > AKV_LIST_MAX))
+        return -EINVAL;
     if (op->placement == AKV_VECTORED && (op->copy_count == 0 || op->copy_count > AKV_IOV_MAX))
         return -EINVAL;
     uint64_t end = 0;

@@ -281,11 +281,13 @@ int64_t akv_engine_submit(akv_engine *e, uint32_t ring, uint32_t kind, uint32_t 
     struct akv_batch *b;
     if (is_foreign(e))
         return -ECHILD;
-    if (ring >= e->reactor_count || kind > AKV_SYNC || priority >= AKV_PRIORITIES || op_count == 0 || !ops || !results ||
+    if (ring >= e->reactor_count || (kind > AKV_SYNC && akv_has_file(kind)) || kind > AKV_SAVE || priority >= AKV_PRIORITIES || op_count == 0 || !ops || !results ||
         (copy_count && !copies) || deadline_ns < 0)
         return -EINVAL;
     if (order && !e->options.device)
         return -ENODEV;
+    if (!order && !akv_has_file(kind))
+        return -EINVAL;
     if (op_count > e->options.max_requests)
         return -E2BIG;
     int code = take_batch(e, op_count, &b);
@@ -321,7 +323,8 @@ int64_t akv_engine_watch(akv_engine *e, uint32_t ring, void *event)
     return push(e, b);
 }
 
-int64_t akv_engine_region(akv_engine *e, uint32_t ring, uint32_t kind, uint64_t address, uint64_t nbytes)
+int64_t akv_engine_region(akv_engine *e, uint32_t ring, uint32_t kind, uint64_t address, uint64_t nbytes,
+                          uint64_t device_address)
 {
     struct akv_batch *b;
     if (is_foreign(e))
@@ -334,6 +337,7 @@ int64_t akv_engine_region(akv_engine *e, uint32_t ring, uint32_t kind, uint64_t 
     clear_batch(b, ring, kind);
     b->region_address = address;
     b->region_nbytes = nbytes;
+    b->region_device = device_address;
     return push(e, b);
 }
 

@@ -14,10 +14,12 @@
 static int check_op(const struct akv_reactor *r, const struct akv_batch *b, const akv_op *op, uint32_t lane)
 {
     const akv_options *options = &r->engine->options;
-    if (op->file >= options->fd_count || op->placement > AKV_VECTORED)
-        return -EINVAL;
     if (b->has_order && r->device.error)
         return -(AKV_CUDA_ERROR + r->device.error);
+    if (!akv_has_file(b->kind))
+        return op->placement == AKV_PINNED && b->copy_stream ? akv_copy_check(b, op) : -EINVAL;
+    if (op->file >= options->fd_count || op->placement > AKV_VECTORED)
+        return -EINVAL;
     if (b->has_order && (op->placement != AKV_STAGED || !b->copy_stream))
         return -EINVAL;
     if (b->kind == AKV_SYNC)
@@ -96,6 +98,7 @@ void akv_flight_start(struct akv_reactor *r, struct akv_batch *b, uint32_t op_in
     f->is_queued = !b->has_order;
     f->buffer = -1;
     f->region = NULL;
+    f->device_shift = r->device.slab_device - (uintptr_t)r->slab.base;
     f->base = (uint8_t *)(uintptr_t)op->address;
     if (op->placement == AKV_STAGED) {
         f->base = akv_slot_take(&r->slab, lane, &f->slot);
@@ -103,14 +106,22 @@ void akv_flight_start(struct akv_reactor *r, struct akv_batch *b, uint32_t op_in
         if (b->has_order)
             b->copy_stream->slots[lane]++;
     }
-    if (op->placement != AKV_VECTORED && b->kind != AKV_SYNC)
+    if (op->placement == AKV_PINNED) {
+        f->region = akv_region_pinned(r, op->address, op->nbytes);
+        f->device_shift = f->region ? f->region->device_address - f->region->address : 0;
+    } else if (op->placement != AKV_VECTORED && b->kind != AKV_SYNC)
         f->region = akv_region_find(r, (uintptr_t)f->base, op->nbytes, &f->buffer);
     count_in_flight(r, f, 1);
     AKV_COUNT(r, ops, 1);
     if (f->buffer >= 0)
         AKV_COUNT(r, fixed_ops, 1);
-    if (b->kind == AKV_WRITE && b->has_order) {
-        akv_copy_blank(f);
+    if (op->placement == AKV_PINNED && !f->region) {
+        akv_flight_fail(r, f, -EFAULT, false);
+        return;
+    }
+    if (b->has_order && b->kind != AKV_READ) { /* a write has to fetch its bytes first; a load or save has nothing else */
+        if (b->kind == AKV_WRITE)
+            akv_copy_blank(f);
         akv_device_add(r, f);
         return;
     }
@@ -165,7 +176,7 @@ static void end(struct akv_reactor *r, struct akv_flight *f, int32_t code, bool 
     f->next = r->free_flights;
     r->free_flights = f;
     akv_batch_op_done(r, b, op_index, code, arrived, !f->is_queued);
-    if (region)
+    if (region && !keeps_slot)
         akv_region_release(r, region);
 }
 
@@ -187,10 +198,10 @@ static void finish(struct akv_reactor *r, struct akv_flight *f, int32_t code)
 /* The copies of a flight are done: a read is complete, a write has its bytes in the slot and goes to the disk. */
 void akv_flight_copied(struct akv_reactor *r, struct akv_flight *f)
 {
-    if (f->batch->kind == AKV_READ)
-        end(r, f, 0, false);
-    else
+    if (f->batch->kind == AKV_WRITE)
         ask(r, f);
+    else
+        end(r, f, 0, false);
 }
 
 void akv_flight_fail(struct akv_reactor *r, struct akv_flight *f, int32_t code, bool keeps_slot)

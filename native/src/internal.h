@@ -65,7 +65,7 @@ struct akv_batch {
     const akv_op *ops;
     const akv_copy *copies;
     akv_result *results;
-    uint64_t region_address, region_nbytes;
+    uint64_t region_address, region_nbytes, region_device;
     int64_t deadline_ns;
     uint32_t kind, priority, op_count, copy_count, ring;
     bool has_order; /* its copies are the device's */
@@ -95,7 +95,8 @@ struct akv_flight {
     struct akv_batch *batch;
     struct akv_region *region;
     akv_op op;
-    uint8_t *base; /* first byte of a direct or staged op */
+    uint8_t *base; /* first byte of a direct, staged or pinned op */
+    uint64_t device_shift; /* the device's address of pinned memory less the host's */
     struct iovec *iov;
     uint32_t op_index, lane, slot;
     uint32_t from, arrived, asked, attempts; /* this ask starts at `from` and wants `asked`; `arrived` are there */
@@ -151,6 +152,8 @@ struct akv_device_state {
 
 struct akv_region {
     uint64_t address, nbytes;
+    uint64_t device_address; /* 0: not pinned */
+    bool is_registered;      /* with the ring */
     uint32_t buffer_first, buffer_count;
     uint32_t in_flight;
     bool is_open;
@@ -264,6 +267,17 @@ struct akv_engine {
 
 int64_t akv_now_ns(void);
 
+/* Whether bytes go towards memory (or the device): loads go before stores. */
+static inline bool akv_is_load(uint32_t kind)
+{
+    return kind == AKV_READ || kind == AKV_LOAD;
+}
+
+static inline bool akv_has_file(uint32_t kind)
+{
+    return kind != AKV_LOAD && kind != AKV_SAVE;
+}
+
 static inline void akv_pause(void)
 {
 #if defined(__x86_64__) || defined(__i386__)
@@ -280,6 +294,7 @@ uint8_t *akv_slot_take(struct akv_slab *slab, uint32_t lane, uint32_t *slot);
 void akv_slot_return(struct akv_slab *slab, uint32_t lane, uint32_t slot);
 
 /* lanes.c: which op goes next */
+uint32_t akv_lane_of(const struct akv_reactor *r, const struct akv_batch *b, uint32_t nbytes);
 void akv_lanes_enter(struct akv_reactor *r, struct akv_batch *b);
 void akv_lanes_leave(struct akv_reactor *r, struct akv_batch *b);
 void akv_lanes_issue(struct akv_reactor *r);
@@ -325,6 +340,7 @@ void akv_cuda_called(struct akv_reactor *r, int64_t began_ns);
 
 /* region.c */
 void akv_region_command(struct akv_reactor *r, struct akv_batch *b);
+struct akv_region *akv_region_pinned(struct akv_reactor *r, uint64_t address, uint32_t nbytes);
 struct akv_region *akv_region_find(struct akv_reactor *r, uint64_t address, uint32_t nbytes, int32_t *buffer);
 void akv_region_release(struct akv_reactor *r, struct akv_region *region);
 

@@ -8,20 +8,21 @@
 
 #include "internal.h"
 
-static uint32_t lane_of(const struct akv_reactor *r, uint32_t nbytes)
+/* Copies that need no disk have nothing to wait for behind bulk I/O. */
+uint32_t akv_lane_of(const struct akv_reactor *r, const struct akv_batch *b, uint32_t nbytes)
 {
-    return nbytes <= r->engine->options.small_nbytes ? AKV_SMALL : AKV_BULK;
+    return !akv_has_file(b->kind) || nbytes <= r->engine->options.small_nbytes ? AKV_SMALL : AKV_BULK;
 }
 
 static uint32_t class_of(const struct akv_batch *b, uint32_t lane)
 {
-    return (b->priority * 2 + (b->kind != AKV_READ)) * AKV_LANES + lane;
+    return (b->priority * 2 + !akv_is_load(b->kind)) * AKV_LANES + lane;
 }
 
 static void skip_other_lane(struct akv_reactor *r, struct akv_batch *b, uint32_t lane)
 {
     struct akv_lane_link *link = &b->lane[lane];
-    while (link->cursor < b->op_count && lane_of(r, b->ops[link->cursor].nbytes) != lane)
+    while (link->cursor < b->op_count && akv_lane_of(r, b, b->ops[link->cursor].nbytes) != lane)
         link->cursor++;
 }
 
@@ -57,7 +58,7 @@ static void unlink_lane(struct akv_reactor *r, struct akv_batch *b, uint32_t lan
 void akv_lanes_enter(struct akv_reactor *r, struct akv_batch *b)
 {
     for (uint32_t i = 0; i < b->op_count; i++)
-        b->lane[lane_of(r, b->ops[i].nbytes)].left++;
+        b->lane[akv_lane_of(r, b, b->ops[i].nbytes)].left++;
     for (uint32_t lane = 0; lane < AKV_LANES; lane++) {
         if (b->lane[lane].left == 0)
             continue;

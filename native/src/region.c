@@ -12,7 +12,8 @@ static struct akv_region *find_exact(struct akv_reactor *r, uint64_t address, ui
     return NULL;
 }
 
-static int add(struct akv_reactor *r, uint64_t address, uint64_t nbytes)
+/* What the ring refuses is still worth knowing if it is pinned: then only I/O in it goes unregistered. */
+static int add(struct akv_reactor *r, uint64_t address, uint64_t nbytes, uint64_t device_address)
 {
     if (address == 0 || nbytes == 0 || address > UINT64_MAX - nbytes)
         return -EINVAL;
@@ -22,14 +23,15 @@ static int add(struct akv_reactor *r, uint64_t address, uint64_t nbytes)
         struct akv_region *region = &r->regions[i];
         if (region->is_open || region->remover)
             continue;
-        *region = (struct akv_region){.address = address, .nbytes = nbytes};
+        *region = (struct akv_region){.address = address, .nbytes = nbytes, .device_address = device_address};
         int code = r->source->region_add(r, region);
-        if (code)
+        if (code && !device_address)
             return code;
+        region->is_registered = code == 0;
         region->is_open = true;
         if (i >= r->region_count)
             r->region_count = i + 1;
-        return 0;
+        return code;
     }
     return -ENOSPC;
 }
@@ -37,7 +39,8 @@ static int add(struct akv_reactor *r, uint64_t address, uint64_t nbytes)
 static void remove_now(struct akv_reactor *r, struct akv_region *region)
 {
     struct akv_batch *b = region->remover;
-    r->source->region_remove(r, region);
+    if (region->is_registered)
+        r->source->region_remove(r, region);
     region->remover = NULL;
     akv_batch_finish(r, b);
 }
@@ -45,7 +48,7 @@ static void remove_now(struct akv_reactor *r, struct akv_region *region)
 void akv_region_command(struct akv_reactor *r, struct akv_batch *b)
 {
     if (b->kind == AKV_REGION_ADD) {
-        b->status = add(r, b->region_address, b->region_nbytes);
+        b->status = add(r, b->region_address, b->region_nbytes, b->region_device);
         akv_batch_finish(r, b);
         return;
     }
@@ -66,12 +69,27 @@ struct akv_region *akv_region_find(struct akv_reactor *r, uint64_t address, uint
 {
     for (uint32_t i = 0; i < r->region_count; i++) {
         struct akv_region *region = &r->regions[i];
-        if (!region->is_open || address < region->address || address - region->address >= region->nbytes)
+        if (!region->is_open || !region->is_registered || address < region->address ||
+            address - region->address >= region->nbytes)
             continue;
         uint64_t first = address - region->address, last = first + nbytes - 1;
         if (last >= region->nbytes || first / AKV_PIECE != last / AKV_PIECE)
             continue;
         *buffer = region->buffer_first + first / AKV_PIECE;
+        region->in_flight++;
+        return region;
+    }
+    return NULL;
+}
+
+/* The pinned region that holds [address, address + nbytes), or NULL. Takes a share in it. */
+struct akv_region *akv_region_pinned(struct akv_reactor *r, uint64_t address, uint32_t nbytes)
+{
+    for (uint32_t i = 1; i < r->region_count; i++) {
+        struct akv_region *region = &r->regions[i];
+        if (!region->is_open || !region->device_address || address < region->address ||
+            address - region->address >= region->nbytes || region->nbytes - (address - region->address) < nbytes)
+            continue;
         region->in_flight++;
         return region;
     }

@@ -131,7 +131,7 @@ static void register_staging(struct akv_reactor *r)
         else if (code == -ENOMEM)
             nbytes = nbytes / 2 / AKV_HUGE * AKV_HUGE;
     }
-    region->is_open = code == 0;
+    region->is_open = region->is_registered = code == 0;
     r->register_errno = code ? code : nbytes < r->slab.nbytes ? -ENOMEM : 0;
     r->slab.registered = code ? 0 : nbytes;
     r->region_count = 1;
