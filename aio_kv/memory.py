@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 
+_DLPACK_GPU_KINDS = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
 class HostMemory(NamedTuple):
     """`nbytes` bytes of host memory at `address`, valid for as long as `owner` is kept."""
 
@@ -77,13 +80,16 @@ def raw_view(address: int, nbytes: int) -> memoryview:
 
 
 def is_device_memory(obj: object) -> bool:
-    """Whether `obj` lies in GPU memory: a CUDA tensor, or anything with `__cuda_array_interface__`."""
+    """Whether `obj` lies in GPU memory: a CUDA tensor, anything with `__cuda_array_interface__`, or DLPack says so."""
     # torch is asked by `is_cuda` first: its array interface raises RuntimeError for tensors that need
     # gradients.
     is_cuda = getattr(obj, "is_cuda", None)
     if isinstance(is_cuda, bool):
         return is_cuda
-    return isinstance(obj, DeviceMemory) or hasattr(obj, "__cuda_array_interface__")
+    if isinstance(obj, DeviceMemory) or hasattr(obj, "__cuda_array_interface__"):
+        return True
+    dlpack_device = getattr(obj, "__dlpack_device__", None)
+    return callable(dlpack_device) and dlpack_device()[0] in _DLPACK_GPU_KINDS
 
 
 def host_address(obj: object, *, writable: bool, what: str) -> HostMemory:

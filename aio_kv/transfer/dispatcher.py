@@ -66,6 +66,8 @@ class Dispatcher:
         self._path_of = path_of
         self._max_transfers = engine.options.max_transfers
         self._rings = engine.options.rings if isinstance(engine, Engine) else 1
+        # A batch must fit into an engine that holds nothing else, or it would wait for room for ever.
+        self._batch_ops_max = min(_CHUNK_OPS, engine.options.max_requests)
         self._spin_us = engine.options.await_spin_us
         self._spins = self._spin_misses = 0
         self._active: dict[Transfer, None] = {}
@@ -147,7 +149,7 @@ class Dispatcher:
 
     def _feed(self, transfer: Transfer) -> bool:
         """Hand the rest of a transfer to the engine; False if it does not take all of it now."""
-        plan, step = transfer.plan, _CHUNK_OPS
+        plan, step = transfer.plan, self._batch_ops_max
         ops, op_count, copies, copy_count = plan[:4]
         results = transfer.results
         if self._rings > 1:
