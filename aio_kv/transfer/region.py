@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from aio_kv.engine import Engine, Kind, PythonEngine, Ticket
+from aio_kv.engine import Engine, IoEngine, Kind, Ticket
 from aio_kv.errors import LayoutError
 from aio_kv.memory import HostMemory
 from aio_kv.transfer.binding import LoopBinding
@@ -77,7 +77,7 @@ class LandingRegion:
 class RegionTable:
     """The landing regions of one backend."""
 
-    def __init__(self, engine: Engine | PythonEngine, binding: LoopBinding) -> None:
+    def __init__(self, engine: IoEngine, binding: LoopBinding) -> None:
         self._engine = engine
         self._binding = binding
         self.regions: list[LandingRegion] = []

@@ -16,7 +16,7 @@ void akv_batch_finish(struct akv_reactor *r, struct akv_batch *b)
     struct akv_batch *head = atomic_load_explicit(&e->done, memory_order_relaxed);
     do
         b->next = head;
-    while (!atomic_compare_exchange_weak_explicit(&e->done, &head, b, memory_order_release, memory_order_relaxed));
+    while (!atomic_compare_exchange_weak(&e->done, &head, b));
     r->must_notify = true;
 }
 
