@@ -97,6 +97,7 @@ class LayerFiles:
         self._direct_alignment: DirectAlignment | None = None
         self._direct_refusal: str | None = None
         self._closed = False
+        self._pid = os.getpid()
         try:
             self._open(self._plans(model), create)
         except BaseException:
@@ -179,9 +180,16 @@ class LayerFiles:
         """Close every descriptor and release the locks; calling it again does nothing."""
         self._closed = True
         # The locks go last: nobody else may enter while a file is still open here.
-        for table in (self._direct_fds, self._buffered_fds, self._lock_fds):
+        for table in (self._direct_fds, self._buffered_fds):
             while table:
                 os.close(table.pop())
+        while self._lock_fds:
+            fd = self._lock_fds.pop()
+            if fcntl is not None and os.getpid() == self._pid:
+                fcntl.flock(
+                    fd, fcntl.LOCK_UN
+                )  # a forked child has the descriptor too, and the lock would live on
+            os.close(fd)
 
     def __enter__(self) -> LayerFiles:
         return self

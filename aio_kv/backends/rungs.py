@@ -11,21 +11,21 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from aio_kv.blockdevice import block_device_of
-from aio_kv.engine import Batch, Engine, Kind, PythonEngine, extension_error, has_extension
+from aio_kv.engine import Batch, Engine, IoEngine, Kind, PythonEngine, extension_error, has_extension
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
 from aio_kv.memory import host_address
 from aio_kv.plan import COPY_DTYPE, OP_DTYPE, RESULT_DTYPE, IoLimits, Placement
 
-__all__ = ["CHOICES", "OpenedEngine", "Refusal", "open_engine"]
+__all__ = ["CHOICES", "MEMLOCK_HINT", "OpenedEngine", "Refusal", "has_seccomp_filter", "open_engine"]
 
 # What each choice of backend may end on, best first.
 CHOICES = {
@@ -36,7 +36,7 @@ CHOICES = {
 _PROBE_NBYTES = 4096
 _PROBE_SECONDS = 10.0
 _EXTENSION_HINT = "install aio_kv on Linux with liburing-dev present, without AIO_KV_NO_EXTENSION"
-_MEMLOCK_HINT = (
+MEMLOCK_HINT = (
     "raise the locked-memory limit: ulimit -l unlimited, docker --ulimit memlock=-1, LimitMEMLOCK=infinity"
 )
 
@@ -54,7 +54,7 @@ class Refusal:
 class OpenedEngine:
     """An engine that has proven itself, and the rungs above it that did not."""
 
-    engine: Engine | PythonEngine
+    engine: IoEngine
     mechanism: str
     mode: str
     limits: IoLimits
@@ -127,12 +127,13 @@ def _open_proven(
     limits: IoLimits,
     options: EngineOptions,
     device: Mapping[str, int] | None,
-) -> Engine | PythonEngine:
-    with _probe_file(files, is_direct=limits.offset_alignment > 1) as (probe_fd, content):
-        fds = [*files.fds(limits.offset_alignment > 1), probe_fd]
+) -> IoEngine:
+    is_direct = limits.offset_alignment > 1
+    with _probe_file(files, is_direct=is_direct) as probe:
+        fds = [*files.fds(is_direct), probe.fd]
         engine = _open(mechanism, fds, limits, options, device)
         try:
-            _prove(engine, len(fds) - 1, content, mechanism)
+            _prove(engine, len(fds) - 1, probe, mechanism)
         except BaseException:
             engine.close()
             raise
@@ -145,7 +146,7 @@ def _open(
     limits: IoLimits,
     options: EngineOptions,
     device: Mapping[str, int] | None,
-) -> Engine | PythonEngine:
+) -> IoEngine:
     if mechanism == "threads-python" and device is not None:
         raise UnavailableError("threads-python: Python threads serve host memory only", hint=_EXTENSION_HINT)
     if mechanism == "threads-python":
@@ -164,32 +165,52 @@ def _open(
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A descriptor to read `nbytes` from, and what must come back where that is known."""
+
+    fd: int
+    nbytes: int
+    content: bytes | None
+
+
 @contextmanager
-def _probe_file(files: LayerFiles, *, is_direct: bool) -> Iterator[tuple[int, bytes | None]]:
-    """A descriptor to read from and what must come back: a nameless file of random bytes, else the first layer."""
-    if files.read_only:
-        yield files.fd(0, is_direct), None
-        return
+def _probe_file(files: LayerFiles, *, is_direct: bool) -> Iterator[_Probe]:
+    """A nameless file of random bytes; where there can be none, the first layer, whose bytes nobody knows."""
+    with ExitStack() as stack:
+        try:
+            if files.read_only:
+                raise OSError(errno.EROFS, "the files are open for reading only")
+            probe = stack.enter_context(_random_file(files.directories[0], is_direct))
+        except OSError:
+            # A full disk is no reason not to open files that have their space.
+            nbytes = min(_PROBE_NBYTES, files.layout.nbytes_per_layer)
+            probe = _Probe(files.fd(0, is_direct), nbytes, None)
+        yield probe
+
+
+@contextmanager
+def _random_file(directory: str, is_direct: bool) -> Iterator[_Probe]:
     content = os.urandom(_PROBE_NBYTES)
-    with tempfile.TemporaryFile(dir=files.directories[0], buffering=0) as file:
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         file.write(content)
         os.fsync(file.fileno())
         if not is_direct:
-            yield file.fileno(), content
+            yield _Probe(file.fileno(), _PROBE_NBYTES, content)
             return
         fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         try:
-            yield fd, content
+            yield _Probe(fd, _PROBE_NBYTES, content)
         finally:
             os.close(fd)
 
 
-def _prove(engine: Engine | PythonEngine, file: int, content: bytes | None, mechanism: str) -> None:
-    target = bytearray(b"\xa5" * _PROBE_NBYTES)
+def _prove(engine: IoEngine, file: int, probe: _Probe, mechanism: str) -> None:
+    target = bytearray(b"\xa5" * probe.nbytes)
     memory = host_address(target, writable=True, what="probe")
     ops, copies = np.zeros(1, OP_DTYPE), np.zeros(1, COPY_DTYPE)
-    ops["file"], ops["nbytes"], ops["placement"], ops["copy_count"] = file, _PROBE_NBYTES, Placement.STAGED, 1
-    copies["address"], copies["nbytes"] = memory.address, _PROBE_NBYTES
+    ops["file"], ops["nbytes"], ops["placement"], ops["copy_count"] = file, probe.nbytes, Placement.STAGED, 1
+    copies["address"], copies["nbytes"] = memory.address, probe.nbytes
     results = np.zeros(1, RESULT_DTYPE)
     ticket = engine.submit(Batch(Kind.READ, ops, 1, results, copies, 1, owner=(memory, target)))
     if not engine.wait(ticket, _PROBE_SECONDS):
@@ -199,11 +220,11 @@ def _prove(engine: Engine | PythonEngine, file: int, content: bytes | None, mech
         raise UnavailableError(
             f"{mechanism}: the first read failed with {name} ({os.strerror(-ticket.status)})"
         )
-    if content is not None and bytes(target) != content:
+    if probe.content is not None and bytes(target) != probe.content:
         raise UnavailableError(f"{mechanism}: the first read brought wrong bytes", hint="update the kernel")
 
 
-def _fixed_or_not(engine: Engine | PythonEngine, options: EngineOptions) -> tuple[str, list[Refusal]]:
+def _fixed_or_not(engine: IoEngine, options: EngineOptions) -> tuple[str, list[Refusal]]:
     info = engine.ring_info()
     if info.registered_nbytes:
         return "uring-fixed", []
@@ -213,9 +234,7 @@ def _fixed_or_not(engine: Engine | PythonEngine, options: EngineOptions) -> tupl
         ]
     name = errno.errorcode.get(info.register_errno, str(info.register_errno))
     hint = (
-        _MEMLOCK_HINT
-        if info.register_errno == errno.ENOMEM
-        else "a kernel of 5.19 or later registers buffers"
+        MEMLOCK_HINT if info.register_errno == errno.ENOMEM else "a kernel of 5.19 or later registers buffers"
     )
     return "uring", [Refusal("uring-fixed", f"registering buffers failed with {name}", hint)]
 
@@ -231,7 +250,7 @@ def _uring_hint(error_number: int) -> str:
     if error_number == errno.ENOSYS:
         return "this kernel (before 5.11) or sandbox (gVisor) has no io_uring: run on a newer or real kernel"
     if error_number == errno.ENOMEM:
-        return _MEMLOCK_HINT
+        return MEMLOCK_HINT
     return "aio-kv doctor says more"
 
 

@@ -84,7 +84,8 @@ class Session:
         self.limits = opened.limits
         self.dispatcher = Dispatcher(opened.engine, binding, path_of=files.path_of)
         self.table = RegionTable(opened.engine, binding, device.pin if device is not None else None)
-        self._unsynced: set[int] = set()
+        self._writes = 0
+        self._unsynced: dict[int, int] = {}  # layer: number of its last write that no sync has covered
         self._failed_write: str | None = None
         binding.watch(opened.engine.fileno(), self.dispatcher.drain)
 
@@ -125,7 +126,6 @@ class Session:
     async def close(self, backend: str) -> Statistics:
         """Give everything back and return the last statistics; the device has the drain timeout to answer."""
         engine, dispatcher = self.opened.engine, self.dispatcher
-        statistics = self.statistics(backend)
         dispatcher.close()
         cancelled = await self.binding.wait_until(
             lambda: engine.is_stopped and dispatcher.is_idle,
@@ -134,6 +134,7 @@ class Session:
         )
         await self.binding.unwatch()
         dispatcher.drain()
+        statistics = self.statistics(backend)
         if engine.close(timeout=0.0):
             self.plan.close_files(self.files)
             if self.device is not None:
@@ -152,7 +153,8 @@ class Session:
 
     def note_write(self, transfer: Transfer, layers: set[int]) -> None:
         """Remember which files `flush` must sync, and, once it has ended, whether the write failed."""
-        self._unsynced |= layers
+        self._writes += 1
+        self._unsynced.update(dict.fromkeys(layers, self._writes))
         transfer.add_waiter(lambda: self._note_written(transfer))
 
     def _note_written(self, transfer: Transfer) -> None:
@@ -162,13 +164,12 @@ class Session:
 
     async def flush(self) -> None:
         """See `EngineBackend.flush`."""
-        layers = sorted(self._unsynced)
-        self._unsynced.difference_update(layers)
-        try:
-            await self._start_sync(layers)
-        except BaseException:
-            self._unsynced.update(layers)
-            raise
+        covered = dict(self._unsynced)
+        await self._start_sync(sorted(covered))
+        # Only now: until the sync has ended, a second flush must sync these layers too, or it would return too early.
+        for layer, number in covered.items():
+            if self._unsynced.get(layer) == number:
+                del self._unsynced[layer]
         failed, self._failed_write = self._failed_write, None
         if failed is not None:
             raise StorageError(

@@ -16,8 +16,19 @@ from aio_kv.errors import AioKvError
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    name="aio-kv", help="Move KV-cache groups between files and memory.", no_args_is_help=True, add_completion=True
+    name="aio-kv",
+    help="Move KV-cache groups between files and memory.",
+    no_args_is_help=True,
+    add_completion=True,
 )
+
+
+@app.callback()
+def _commands() -> None:
+    """Move KV-cache groups between files and memory."""
+    # Without this, typer makes an application of one command that command itself.
+
+
 for command in (demo, doctor, bench):
     command.register(app)
 

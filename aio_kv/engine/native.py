@@ -7,6 +7,7 @@ engine's until its ticket has been drained, so the ticket, kept in `_live`, keep
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib
 import logging
@@ -67,9 +68,14 @@ def allocate_host(nbytes: int) -> memoryview:
     pointer = _akv.lib.akv_slab_new(nbytes)
     if not pointer:
         raise MemoryError(f"cannot allocate {nbytes} bytes of host memory")
-    free = _akv.lib.akv_slab_free
-    owned = _akv.ffi.gc(pointer, lambda slab: free(slab, nbytes), nbytes)
-    return memoryview(_akv.ffi.buffer(owned, nbytes))
+    free, getpid, pid = _akv.lib.akv_slab_free, os.getpid, os.getpid()
+
+    def release(slab: Any) -> None:
+        # A forked child never had the memory: what lies at its address there is somebody else's.
+        if getpid() == pid:
+            free(slab, nbytes)
+
+    return memoryview(_akv.ffi.buffer(_akv.ffi.gc(pointer, release, nbytes), nbytes))
 
 
 def _require_extension() -> None:
@@ -164,7 +170,7 @@ class Engine:
         self.is_uring = uring
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._waiter = TicketWaiter(self)
+        self._waiter = TicketWaiter(self, self._poke)
         self._live: dict[int, Ticket] = {}
         self._load = [0] * options.rings
         self._lib = _akv.lib
@@ -281,7 +287,13 @@ class Engine:
                     ticket.owners = ()
                     ticket.event = 0
                     ticket.is_done = True
+        self._waiter.after_drain(bool(news))
         return list(news)
+
+    def _poke(self) -> None:
+        with self._lock:
+            if self._handle is not None:
+                os.eventfd_write(self._fileno, 1)
 
     def fileno(self) -> int:
         """A descriptor that polls readable when `drain` has something, or when the engine has stopped."""
@@ -293,6 +305,9 @@ class Engine:
         Other tickets that finish meanwhile become done as well: threads that each wait for their own may share an
         engine, and one of them polls for all.
         """
+        if ticket.is_done:
+            return True
+        self._open_handle()
         return self._waiter.wait(ticket, timeout)
 
     def wait_briefly(self, microseconds: int) -> bool:
@@ -341,6 +356,7 @@ class Engine:
             wait_readable(self._fileno, min(left, 0.1))
             self.drain()
         self.drain()
+        self._waiter.dismiss()
         with self._lock:
             handle, self._handle = self._handle, None
             if handle is not None:
@@ -409,7 +425,15 @@ def _after_fork_in_child() -> None:
         engine._waiter = TicketWaiter(engine)
 
 
+def _close_at_exit() -> None:
+    # What batches name is freed when the interpreter ends, so those that are in flight must have ended before.
+    for engine in list(_engines):
+        if engine not in _leaked:
+            engine.close()
+
+
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+atexit.register(_close_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
@@ -421,6 +445,8 @@ def _submit_error(number: int, op_count: int) -> Exception:
         return ClosedError("the engine is closing: open a new backend")
     if number == -errno.E2BIG:
         return LayoutError(f"a batch of {op_count} ops is larger than max_requests: hand it over in parts")
+    if number == -errno.EINVAL:
+        return LayoutError("the batch is malformed: its kind, priority, deadline or an op count of 0")
     if number == -errno.ECHILD:
         return ClosedError("the engine belongs to the parent process: open a new backend in this one")
     return storage_error(number, action="submit", file="batch", file_offset=None, nbytes=None)

@@ -64,7 +64,7 @@ class PythonEngine:
         self._fds = tuple(fds)
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
-        self._waiter = TicketWaiter(self)
+        self._waiter = TicketWaiter(self, self._poke)
         self._queue: list[tuple[int, int, _Work]] = []
         self._works: dict[int, _Work] = {}
         self._finished: list[Ticket] = []
@@ -88,8 +88,8 @@ class PythonEngine:
         """Hand a batch over; see `Engine.submit`."""
         ticket = Ticket(-1, (batch,), batch.op_count, ring=0, tag=tag)
         work = _Work(ticket, batch)
-        if batch.op_count < 1 or min(len(work.ops), len(work.results)) < batch.op_count:
-            raise LayoutError(f"the batch counts {batch.op_count} ops: its buffers do not hold as many")
+        self._check_batch(work)
+        self._check_process()
         with self._lock:
             self._check_open()
             if self._held + batch.op_count > self.options.max_requests:
@@ -109,6 +109,7 @@ class PythonEngine:
         """Answer at once: there is no ring to register memory with."""
         ticket = Ticket(-1, (), 0, ring=ring, tag=tag)
         ticket.status = -errno.EOPNOTSUPP if kind is Kind.REGION_ADD else -errno.ENOENT
+        self._check_process()
         with self._lock:
             self._check_open()
             self._sequence += 1
@@ -118,8 +119,7 @@ class PythonEngine:
 
     def drain(self) -> list[Ticket]:
         """Collect finished tickets; see `Engine.drain`."""
-        if os.getpid() != self._pid:
-            raise ClosedError(f"the engine belongs to process {self._pid}: open a new backend in this one")
+        self._check_process()
         with contextlib.suppress(OSError):
             while self._reader.recv(4096):
                 pass
@@ -130,6 +130,7 @@ class PythonEngine:
                 self._held -= ticket.op_count
                 ticket.owners = ()
                 ticket.is_done = True
+        self._waiter.after_drain(bool(finished))
         return finished
 
     def fileno(self) -> int:
@@ -138,6 +139,9 @@ class PythonEngine:
 
     def wait(self, ticket: Ticket, timeout: float | None = None) -> bool:
         """Wait for a ticket without an event loop; see `Engine.wait`."""
+        if ticket.is_done:
+            return True
+        self._check_process()
         return self._waiter.wait(ticket, timeout)
 
     def wait_briefly(self, microseconds: int) -> bool:
@@ -146,6 +150,7 @@ class PythonEngine:
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what has not begun; see `Engine.cancel`."""
+        self._check_process()
         with self._lock:
             work = self._works.get(ticket.number)
             if work is not None:
@@ -154,6 +159,7 @@ class PythonEngine:
 
     def stop(self) -> None:
         """Refuse new batches and drop what has not begun."""
+        self._check_process()
         with self._lock:
             self._is_stopping = True
             for work in self._works.values():
@@ -184,6 +190,7 @@ class PythonEngine:
             )
             return False
         self.drain()
+        self._waiter.dismiss()
         self._is_closed = True
         self._reader.close()
         self._writer.close()
@@ -191,6 +198,7 @@ class PythonEngine:
 
     def statistics(self) -> EngineStatistics:
         """Counters since the engine opened."""
+        self._check_process()
         with self._lock:
             return EngineStatistics(**self._counts)
 
@@ -198,15 +206,34 @@ class PythonEngine:
         """There is no ring: nothing is registered."""
         return RingInfo(0, False, False, errno.EOPNOTSUPP, 0, 0)
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
+        # Before the lock is taken: in a forked child a thread that is not there may hold it.
         if os.getpid() != self._pid:
             raise ClosedError(f"the engine belongs to process {self._pid}: open a new backend in this one")
+
+    def _check_open(self) -> None:
         if self._is_stopping:
             raise ClosedError("the engine is closed or closing: open a new backend")
 
+    def _check_batch(self, work: _Work) -> None:
+        batch, count = work.batch, work.batch.op_count
+        if count < 1 or min(len(work.ops), len(work.results)) < count:
+            raise LayoutError(f"the batch counts {count} ops: its buffers do not hold as many")
+        if count > self.options.max_requests:
+            raise LayoutError(f"a batch of {count} ops is larger than max_requests: hand it over in parts")
+        if len(work.copies) < batch.copy_count:
+            raise LayoutError(f"the batch counts {batch.copy_count} copies but holds {len(work.copies)}")
+        is_known = batch.kind in (Kind.READ, Kind.WRITE, Kind.SYNC) and batch.priority in (0, 1, 2)
+        if not is_known or batch.deadline_ns < 0 or not work.results.flags.writeable:
+            raise LayoutError("the batch is malformed: its kind, priority, deadline or read-only results")
+
     def _finish(self, ticket: Ticket) -> None:
-        # Called with the lock. A full pipe is as good as a written one: it is readable.
+        # Called with the lock.
         self._finished.append(ticket)
+        self._poke()
+
+    def _poke(self) -> None:
+        # A full pipe is as good as a written one: it is readable.
         with contextlib.suppress(BlockingIOError):
             self._writer.send(b"x")
 
@@ -264,35 +291,59 @@ class PythonEngine:
             self._finish(ticket)
 
     def _perform(self, work: _Work, index: int, bounce: memoryview) -> tuple[int, int]:
-        op = work.ops[index]
-        batch = work.batch
+        op = work.ops[index].tolist()
+        file_offset, address, nbytes, file, first, count, placement, _ = op
+        kind, copies = work.batch.kind, work.copies[first : first + count]
+        refusal = self._refusal(work, op, copies)
+        if refusal:
+            return refusal, 0
+        is_direct = placement == Placement.DIRECT
         try:
-            fd, nbytes = self._fds[op["file"]], int(op["nbytes"])
-            if batch.kind is Kind.SYNC:
-                os.fsync(fd)
+            if kind is Kind.SYNC:
+                os.fsync(self._fds[file])
                 return 0, 0
-            move = read_exactly if batch.kind is Kind.READ else write_all
-            is_direct = op["placement"] == Placement.DIRECT
-            view = raw_view(int(op["address"]), nbytes) if is_direct else bounce[:nbytes]
-            if batch.kind is Kind.WRITE and not is_direct:
+            view = raw_view(address, nbytes) if is_direct else bounce[:nbytes]
+            if kind is Kind.WRITE and not is_direct:
                 view[:] = bytes(nbytes)
-                self._copy(work, op, view, is_write=True)
-            move(fd, view, int(op["file_offset"]), file="", alignment=self.limits.offset_alignment)
-            if batch.kind is Kind.READ and not is_direct:
-                self._copy(work, op, view, is_write=False)
+                _copy(copies, view, is_write=True)
+            move = read_exactly if kind is Kind.READ else write_all
+            move(self._fds[file], view, file_offset, file="", alignment=self.limits.offset_alignment)
+            if kind is Kind.READ and not is_direct:
+                _copy(copies, view, is_write=False)
         except ShortReadError as error:
             return -errno.ENODATA, error.arrived
         except StorageError as error:
             return -(error.errno or errno.EIO), 0
-        except (OSError, ValueError, IndexError) as error:
+        except (OSError, ValueError) as error:
             return -(getattr(error, "errno", None) or errno.EINVAL), 0
         return 0, nbytes
 
-    def _copy(self, work: _Work, op: Any, view: memoryview, *, is_write: bool) -> None:
-        first, count = int(op["copy_first"]), int(op["copy_count"])
-        for address, start, nbytes in work.copies[first : first + count].tolist():
-            memory = raw_view(address, nbytes)
-            if is_write:
-                view[start : start + nbytes] = memory
-            else:
-                memory[:] = view[start : start + nbytes]
+    def _refusal(self, work: _Work, op: tuple[int, ...], copies: NDArray[Any]) -> int:
+        """What the native engine answers to an op that makes no sense (check_op in native/src/flight.c), or 0."""
+        file_offset, address, nbytes, file, first, count, placement, _ = op
+        step = self.limits.offset_alignment
+        if file >= len(self._fds) or placement > Placement.VECTORED:
+            return -errno.EINVAL
+        if work.batch.kind is Kind.SYNC:
+            return -errno.EINVAL if nbytes or placement != Placement.DIRECT else 0
+        if not 0 < nbytes <= self.limits.op_nbytes_max or file_offset > 2**63 - 1 - nbytes:
+            return -errno.EINVAL
+        if file_offset % step or nbytes % step:
+            return -errno.EINVAL
+        if placement == Placement.DIRECT:
+            return 0 if address else -errno.EFAULT
+        starts = copies["op_offset"].astype(np.int64)
+        ends = starts + copies["nbytes"]
+        if first + count > work.batch.copy_count or (ends > nbytes).any() or not copies["address"].all():
+            return -errno.EINVAL
+        has_gaps = not np.array_equal(np.append(starts, nbytes), np.append(0, ends))
+        return -errno.EINVAL if placement == Placement.VECTORED and has_gaps else 0
+
+
+def _copy(copies: NDArray[Any], view: memoryview, *, is_write: bool) -> None:
+    for address, start, nbytes in copies.tolist():
+        memory = raw_view(address, nbytes)
+        if is_write:
+            view[start : start + nbytes] = memory
+        else:
+            memory[:] = view[start : start + nbytes]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aio_kv.engine import Batch, Engine, Kind, PythonEngine, Ticket
+from aio_kv.engine import Batch, Engine, IoEngine, Kind, Ticket
 from aio_kv.errors import BusyError, ClosedError
 from aio_kv.integers import Int64Array
 from aio_kv.plan import OP_DTYPE, Plan
@@ -58,9 +58,7 @@ class DispatcherStatistics:
 class Dispatcher:
     """The queue between transfers and one engine; used from one thread."""
 
-    def __init__(
-        self, engine: Engine | PythonEngine, binding: LoopBinding, *, path_of: Callable[[int], str]
-    ) -> None:
+    def __init__(self, engine: IoEngine, binding: LoopBinding, *, path_of: Callable[[int], str]) -> None:
         self.engine = engine
         self.binding = binding
         self._path_of = path_of
@@ -285,7 +283,12 @@ class Dispatcher:
     def close(self) -> None:
         """Refuse new transfers, drop what has not begun, stop the engine; drain until `is_idle`."""
         self._is_closing = True
-        for transfer in list(self._active):
+        dropped = [transfer for transfer in self._active if not transfer.is_done]
+        writes = sum(transfer.kind is Kind.WRITE for transfer in dropped)
+        if writes:
+            _log.warning("closed with %d writes in flight: those that had not begun are dropped", writes)
+        for transfer in dropped:
+            transfer.excuse()  # said once, above, and not once for each
             if not transfer.is_done:
                 self._drop(transfer, -errno.ECANCELED)
         self.engine.stop()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from aio_kv.engine import Engine, Kind, PythonEngine, Ticket
+from aio_kv.engine import Engine, IoEngine, Kind, Ticket
 from aio_kv.errors import LayoutError
 from aio_kv.memory import HostMemory
 from aio_kv.transfer.binding import LoopBinding
@@ -90,7 +90,7 @@ class RegionTable:
 
     def __init__(
         self,
-        engine: Engine | PythonEngine,
+        engine: IoEngine,
         binding: LoopBinding,
         pin: Callable[[HostMemory], Pin] | None = None,
     ) -> None:

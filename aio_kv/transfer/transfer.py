@@ -213,6 +213,10 @@ class Transfer:
         for wake in waiters:
             wake()
 
+    def excuse(self) -> None:
+        """A failure from here on needs no mention if nobody awaits it: its cause is known."""
+        self._has_observer = True
+
     def drop_rest(self, code: int) -> None:
         """Answer the ops that the engine has not been given with `code`."""
         rest = self.records()[self.fed_ops :]

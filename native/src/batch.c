@@ -15,7 +15,7 @@ static void tell(struct akv_reactor *r, struct akv_batch *b, uint32_t stage)
     struct akv_notice *head = atomic_load_explicit(&e->done, memory_order_relaxed);
     do
         notice->next = head;
-    while (!atomic_compare_exchange_weak_explicit(&e->done, &head, notice, memory_order_release, memory_order_relaxed));
+    while (!atomic_compare_exchange_weak(&e->done, &head, notice));
     r->must_notify = true;
 }
 

@@ -71,7 +71,8 @@ void akv_copy_in(struct akv_reactor *r, struct akv_flight *f)
             memset(f->base + end, 0, copy.op_offset - end);
         memcpy(f->base + copy.op_offset, (const void *)(uintptr_t)copy.address, copy.nbytes);
         moved += copy.nbytes;
-        end = (uint64_t)copy.op_offset + copy.nbytes;
+        if ((uint64_t)copy.op_offset + copy.nbytes > end) /* the list may come in any order */
+            end = (uint64_t)copy.op_offset + copy.nbytes;
     }
     if (end < f->op.nbytes)
         memset(f->base + end, 0, f->op.nbytes - end);

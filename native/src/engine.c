@@ -58,20 +58,19 @@ static int reactor_allocate(struct akv_reactor *r)
         r->flights[i].next = r->free_flights;
         r->free_flights = &r->flights[i];
     }
-    r->wake_fd = eventfd(0, EFD_CLOEXEC);
-    return r->wake_fd < 0 ? -errno : akv_staging_open(&r->slab, o);
+    return akv_staging_open(&r->slab, o);
 }
 
 static int engine_allocate(akv_engine *e, const akv_options *options)
 {
     e->options = *options;
     e->pid = getpid();
-    e->done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    e->done_fd = -1;
     e->fds = malloc(options->fd_count * sizeof *e->fds);
     e->faults = calloc(options->fault_count + 1, sizeof *e->faults);
     e->batches = calloc(options->max_batches, sizeof *e->batches);
     e->reactors = calloc(options->rings, sizeof *e->reactors);
-    if (e->done_fd < 0 || !e->fds || !e->faults || !e->batches || !e->reactors)
+    if (!e->fds || !e->faults || !e->batches || !e->reactors)
         return -ENOMEM;
     memcpy(e->fds, options->fds, options->fd_count * sizeof *e->fds);
     if (options->device) {
@@ -95,6 +94,19 @@ static int engine_allocate(akv_engine *e, const akv_options *options)
         int code = reactor_allocate(&e->reactors[i]);
         if (code)
             return code;
+    }
+    return 0;
+}
+
+static int open_eventfds(akv_engine *e)
+{
+    e->done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (e->done_fd < 0)
+        return -errno;
+    for (uint32_t i = 0; i < e->reactor_count; i++) {
+        e->reactors[i].wake_fd = eventfd(0, EFD_CLOEXEC);
+        if (e->reactors[i].wake_fd < 0)
+            return -errno;
     }
     return 0;
 }
@@ -182,6 +194,10 @@ akv_engine *akv_engine_open(const akv_options *options, int32_t *code, int32_t *
     pthread_cond_init(&e->started, NULL);
     *code = engine_allocate(e, options);
     if (*code == 0) {
+        *where = AKV_AT_EVENTFD;
+        *code = open_eventfds(e);
+    }
+    if (*code == 0) {
         *code = start_threads(e, where);
         if (*code == 0)
             return e;
@@ -199,7 +215,7 @@ static bool is_foreign(const akv_engine *e)
 
 int akv_engine_fileno(akv_engine *e)
 {
-    return e->done_fd;
+    return is_foreign(e) ? -ECHILD : e->done_fd;
 }
 
 /* Takes a record; -EAGAIN says that the engine holds as much as it may, and nothing was taken. */
@@ -341,10 +357,11 @@ int64_t akv_engine_region(akv_engine *e, uint32_t ring, uint32_t kind, uint64_t 
     return push(e, b);
 }
 
-/* Notices in the order in which they were pushed. Called with the lock. */
+/* Notices in the order in which they were pushed. Called with the lock. The stack and `notified` are two variables in one
+ * protocol: weaker orders than the sequential one would let each side miss the other's store. */
 static void take_done(akv_engine *e)
 {
-    struct akv_notice *stack = atomic_exchange_explicit(&e->done, NULL, memory_order_acquire), *first = NULL;
+    struct akv_notice *stack = atomic_exchange(&e->done, NULL), *first = NULL;
     struct akv_notice **end = &e->leftovers;
     while (stack) {
         struct akv_notice *next = stack->next;

@@ -236,7 +236,7 @@ struct akv_reactor {
     struct akv_region regions[AKV_REGIONS_MAX];
     uint32_t in_flight, in_flight_lane[AKV_LANES], background_in_flight;
     uint64_t in_flight_nbytes, bulk_in_flight_nbytes;
-    uint32_t picks, region_count;
+    uint32_t picks, turn, region_count; /* turn: the queue that the next pick for fairness begins with */
     int64_t next_deadline_ns; /* INT64_MAX: none */
     int64_t busy_until_ns; /* spin until then */
     uint32_t spins[3], spin_misses[3]; /* waiting for an order, the disk, the GPU */

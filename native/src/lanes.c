@@ -3,7 +3,7 @@
  * Twelve queues: priority, then reads before writes, then small before bulk. Batches wait in call order; the first
  * queue whose head may start wins. Bulk is capped in bytes: a 4 KiB read behind unlimited 1 MiB reads waited 25 to
  * 50 ms, because the queue is in the device, where no later choice helps. Prefetch and background keep to a quarter
- * of the depth while demand is there. One pick in 64 scans from the other end, so that no queue starves for ever. */
+ * of the depth while demand is there. One pick in 64 goes round the queues instead, so that none starves for ever. */
 #include <errno.h>
 
 #include "internal.h"
@@ -116,12 +116,21 @@ static bool issue_from(struct akv_reactor *r, uint32_t class)
     return true;
 }
 
+/* Only a pick that starts something counts: with one flight every second pick finds nothing free, and if the 64th were
+ * always one of those, fairness would never have its turn. */
 static bool issue_one(struct akv_reactor *r)
 {
-    bool is_turned = (++r->picks & 63) == 0;
-    for (uint32_t i = 0; i < AKV_CLASSES; i++)
-        if (issue_from(r, is_turned ? AKV_CLASSES - 1 - i : i))
-            return true;
+    bool is_turned = (r->picks & 63) == 63;
+    uint32_t first = is_turned ? r->turn : 0;
+    for (uint32_t i = 0; i < AKV_CLASSES; i++) {
+        uint32_t class = (first + i) % AKV_CLASSES;
+        if (!issue_from(r, class))
+            continue;
+        r->picks++;
+        if (is_turned)
+            r->turn = class + 1;
+        return true;
+    }
     return false;
 }
 

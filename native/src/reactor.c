@@ -26,23 +26,24 @@ int64_t akv_now_ns(void)
     return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
+static void tell(int eventfd)
+{
+    uint64_t one = 1;
+    while (write(eventfd, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+}
+
 void akv_reactor_wake(struct akv_reactor *r)
 {
-    if (atomic_load(&r->sleeping) && atomic_exchange(&r->sleeping, 0)) {
-        uint64_t one = 1;
-        while (write(r->wake_fd, &one, sizeof one) < 0 && errno == EINTR)
-            ;
-    }
+    if (atomic_load(&r->sleeping) && atomic_exchange(&r->sleeping, 0))
+        tell(r->wake_fd);
 }
 
 /* The loop clears `notified` before it takes the done stack (akv_engine_drain): the order loses no wake. */
 void akv_engine_notify(struct akv_engine *e)
 {
-    if (atomic_exchange(&e->notified, 1) == 0) {
-        uint64_t one = 1;
-        while (write(e->done_fd, &one, sizeof one) < 0 && errno == EINTR)
-            ;
-    }
+    if (atomic_exchange(&e->notified, 1) == 0)
+        tell(e->done_fd);
 }
 
 static void take_intake(struct akv_reactor *r)
@@ -222,7 +223,6 @@ void *akv_reactor_main(void *argument)
     if (has_source)
         r->source->close(r);
     atomic_fetch_add(&r->engine->stopped_reactors, 1);
-    atomic_store(&r->engine->notified, 0); /* the last word must be heard even if an earlier one was not */
-    akv_engine_notify(r->engine);
+    tell(r->engine->done_fd); /* the last word is said whether or not an earlier one was heard */
     return NULL;
 }

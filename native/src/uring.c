@@ -276,7 +276,8 @@ static void uring_sleep(struct akv_reactor *r, int64_t timeout_ns)
 }
 
 /* Nothing is in flight now but the wake read; it ends before the ring does, because closing a ring cancels nothing
- * that its thread could still wait for, and the read writes into the reactor. */
+ * that its thread could still wait for, and the read writes into the reactor. Buffers and files are given back by name:
+ * the kernel ends a ring late, and not at all while a forked child still has its descriptor. */
 static void uring_close(struct akv_reactor *r)
 {
     uint64_t one = 1;
@@ -285,6 +286,10 @@ static void uring_close(struct akv_reactor *r)
             io_uring_submit_and_wait(&r->ring, 1);
             uring_reap(r);
         }
+    if (r->sparse_buffers)
+        io_uring_unregister_buffers(&r->ring);
+    if (r->files_registered)
+        io_uring_unregister_files(&r->ring);
     io_uring_queue_exit(&r->ring);
     r->has_ring = false;
 }

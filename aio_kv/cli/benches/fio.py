@@ -40,6 +40,7 @@ _OPTIONS = (
     ),
     *("--iodepth_batch_submit=32", "--iodepth_batch_complete_min=1", "--iodepth_batch_complete_max=64"),
 )
+_RAMP_MS_MAX = 300
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
