@@ -329,7 +329,7 @@ static UNUSED void load_make_direct(struct load *load, uint32_t op_count, uint32
 static UNUSED int64_t load_submit(struct rig *rig, struct load *load, uint32_t kind)
 {
     return akv_engine_submit(rig->engine, 0, kind, load->priority, load->deadline_ns, load->ops, load->op_count,
-                             load->copies, load->copy_count, load->results);
+                             load->copies, load->copy_count, load->results, NULL);
 }
 
 static UNUSED akv_completion load_run(struct rig *rig, struct load *load, uint32_t kind)
@@ -341,7 +341,7 @@ static UNUSED akv_completion load_run(struct rig *rig, struct load *load, uint32
 static UNUSED akv_result op_run(struct rig *rig, uint32_t kind, akv_op op, const akv_copy *copies, uint32_t copy_count)
 {
     akv_result result = {.code = 1};
-    int64_t ticket = akv_engine_submit(rig->engine, 0, kind, 0, 0, &op, 1, copies, copy_count, &result);
+    int64_t ticket = akv_engine_submit(rig->engine, 0, kind, 0, 0, &op, 1, copies, copy_count, &result, NULL);
     akv_completion done = rig_wait(rig, ticket);
     CHECK_EQ(done.status, result.code);
     CHECK_EQ(done.failed, result.code != 0);

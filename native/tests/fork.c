@@ -20,7 +20,7 @@ static int child(struct rig *rig, struct load *load, int64_t ticket, const uint8
     akv_engine *e = rig->engine;
     const int64_t answers[] = {
         load_submit(rig, load, AKV_READ),
-        akv_engine_region(e, 0, AKV_REGION_ADD, (uintptr_t)load->memory, PAGE),
+        akv_engine_region(e, 0, AKV_REGION_ADD, (uintptr_t)load->memory, PAGE, 0),
         akv_engine_drain(e, &found, 1),
         akv_engine_poll(e, 1000),
         akv_engine_cancel(e, ticket),

@@ -32,7 +32,7 @@ static void bounds(uint32_t source)
         CHECK_EQ(load_submit(&rig, &loads[2], AKV_READ), -EAGAIN); /* too many ops */
         tickets[3] = load_submit(&rig, &loads[3], AKV_READ);
         CHECK_EQ(load_submit(&rig, &small, AKV_READ), -EAGAIN); /* too many batches, and ops */
-        CHECK_EQ(akv_engine_region(rig.engine, 0, AKV_REGION_ADD, (uintptr_t)small.memory, PAGE), -EAGAIN);
+        CHECK_EQ(akv_engine_region(rig.engine, 0, AKV_REGION_ADD, (uintptr_t)small.memory, PAGE, 0), -EAGAIN);
         CHECK_EQ(rig_wait(&rig, tickets[0]).status, 0);
         CHECK_EQ(rig_wait(&rig, load_submit(&rig, &small, AKV_READ)).status, 0); /* a refusal took nothing */
         for (uint32_t i = 1; i < BATCHES; i++)
@@ -151,7 +151,7 @@ static void *submit_and_pause(void *argument)
     struct waiter *self = argument;
     for (uint32_t round = 0; round < ENDS;) {
         int64_t ticket = akv_engine_submit(self->rig->engine, self->ring, AKV_SYNC, 0, 0, self->load.ops, 1, NULL, 0,
-                                           self->load.results);
+                                           self->load.results, NULL);
         CHECK(ticket >= 0 || ticket == -EAGAIN);
         round += ticket >= 0;
         pause_us(round % 7 * 10);

@@ -17,18 +17,18 @@ static void refused_calls(uint32_t source)
     rig_start(&rig);
     load_make_direct(&load, 2, 0, PAGE);
     akv_engine *e = rig.engine;
-    CHECK_EQ(akv_engine_submit(e, 1, AKV_READ, 0, 0, load.ops, 2, NULL, 0, load.results), -EINVAL);
-    CHECK_EQ(akv_engine_submit(e, 0, AKV_REGION_ADD, 0, 0, load.ops, 2, NULL, 0, load.results), -EINVAL);
-    CHECK_EQ(akv_engine_submit(e, 0, UINT32_MAX, 0, 0, load.ops, 2, NULL, 0, load.results), -EINVAL);
-    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 3, 0, load.ops, 2, NULL, 0, load.results), -EINVAL);
-    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, -1, load.ops, 2, NULL, 0, load.results), -EINVAL);
-    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 0, NULL, 0, load.results), -EINVAL);
-    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, NULL, 2, NULL, 0, load.results), -EINVAL);
-    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 2, NULL, 0, NULL), -EINVAL);
-    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 2, NULL, 1, load.results), -EINVAL);
-    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 4097, NULL, 0, load.results), -E2BIG);
-    CHECK_EQ(akv_engine_region(e, 1, AKV_REGION_ADD, PAGE, PAGE), -EINVAL);
-    CHECK_EQ(akv_engine_region(e, 0, AKV_READ, PAGE, PAGE), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 1, AKV_READ, 0, 0, load.ops, 2, NULL, 0, load.results, NULL), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 0, AKV_REGION_ADD, 0, 0, load.ops, 2, NULL, 0, load.results, NULL), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 0, UINT32_MAX, 0, 0, load.ops, 2, NULL, 0, load.results, NULL), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 3, 0, load.ops, 2, NULL, 0, load.results, NULL), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, -1, load.ops, 2, NULL, 0, load.results, NULL), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 0, NULL, 0, load.results, NULL), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, NULL, 2, NULL, 0, load.results, NULL), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 2, NULL, 0, NULL, NULL), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 2, NULL, 1, load.results, NULL), -EINVAL);
+    CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 4097, NULL, 0, load.results, NULL), -E2BIG);
+    CHECK_EQ(akv_engine_region(e, 1, AKV_REGION_ADD, PAGE, PAGE, 0), -EINVAL);
+    CHECK_EQ(akv_engine_region(e, 0, AKV_READ, PAGE, PAGE, 0), -EINVAL);
     CHECK_EQ(akv_engine_drain(e, NULL, 1), -EINVAL);
     CHECK_EQ(akv_engine_drain(e, NULL, 0), 0);
     CHECK_EQ(akv_engine_drain(e, &done, 1), 0);
@@ -57,7 +57,7 @@ static void run_bad_ops(struct rig *rig, uint32_t kind, const struct bad *bad, u
     if (kind == AKV_WRITE)
         fill(load.memory, 0, 0, (uint64_t)(count + 1) * PAGE);
     int64_t ticket = akv_engine_submit(rig->engine, 0, kind, 0, 0, load.ops, load.op_count, copies, copy_count,
-                                       load.results);
+                                       load.results, NULL);
     CHECK_EQ(rig_wait(rig, ticket).failed, count);
     for (uint32_t i = 0; i <= count; i++) {
         CHECK_EQ(load.results[2 * i].code, 0);

@@ -5,7 +5,7 @@ enum { REGION = 64 * PAGE };
 
 static int32_t command(struct rig *rig, uint32_t kind, const void *memory, uint64_t nbytes)
 {
-    return rig_wait(rig, akv_engine_region(rig->engine, 0, kind, (uintptr_t)memory, nbytes)).status;
+    return rig_wait(rig, akv_engine_region(rig->engine, 0, kind, (uintptr_t)memory, nbytes, 0)).status;
 }
 
 static void refused_on_threads(uint32_t source)
@@ -101,10 +101,10 @@ static void removal_waits(uint32_t source)
     akv_result result;
     CHECK_EQ(command(&rig, AKV_REGION_ADD, memory, REGION), 0);
     CHECK_EQ(command(&rig, AKV_REGION_ADD, memory + REGION, REGION), 0);
-    int64_t read = akv_engine_submit(rig.engine, 0, AKV_READ, 0, 0, &op, 1, NULL, 0, &result);
+    int64_t read = akv_engine_submit(rig.engine, 0, AKV_READ, 0, 0, &op, 1, NULL, 0, &result, NULL);
     while (rig_statistics(&rig).in_flight == 0)
         pause_us(50);
-    int64_t remove = akv_engine_region(rig.engine, 0, AKV_REGION_REMOVE, (uintptr_t)memory, REGION);
+    int64_t remove = akv_engine_region(rig.engine, 0, AKV_REGION_REMOVE, (uintptr_t)memory, REGION, 0);
     CHECK_EQ(command(&rig, AKV_REGION_REMOVE, memory + REGION, REGION), 0);
     CHECK_EQ(rig.done_count, 0); /* the other region went at once */
     CHECK_EQ(command(&rig, AKV_REGION_REMOVE, memory, REGION), -ENOENT);
@@ -149,10 +149,10 @@ static void churn(uint32_t source)
         if (round >= ROUNDS)
             continue;
         load_make_direct(load, OPS, 1, PAGE);
-        int64_t add = akv_engine_region(rig.engine, 0, AKV_REGION_ADD, (uintptr_t)load->memory, OPS * PAGE);
+        int64_t add = akv_engine_region(rig.engine, 0, AKV_REGION_ADD, (uintptr_t)load->memory, OPS * PAGE, 0);
         reads[round % AHEAD] = load_submit(&rig, load, AKV_READ);
         removals[round % AHEAD] =
-            akv_engine_region(rig.engine, 0, AKV_REGION_REMOVE, (uintptr_t)load->memory, OPS * PAGE);
+            akv_engine_region(rig.engine, 0, AKV_REGION_REMOVE, (uintptr_t)load->memory, OPS * PAGE, 0);
         CHECK_EQ(rig_wait(&rig, add).status, 0);
     }
     CHECK(rig_statistics(&rig).fixed_ops > 0);
@@ -174,7 +174,7 @@ static void stop_answers_removals(uint32_t source)
     int64_t read = load_submit(&rig, &load, AKV_READ);
     while (rig_statistics(&rig).in_flight < 4)
         pause_us(50);
-    int64_t remove = akv_engine_region(rig.engine, 0, AKV_REGION_REMOVE, (uintptr_t)load.memory, 4 * PAGE);
+    int64_t remove = akv_engine_region(rig.engine, 0, AKV_REGION_REMOVE, (uintptr_t)load.memory, 4 * PAGE, 0);
     CHECK_EQ(akv_engine_stop(rig.engine), 0);
     CHECK_EQ(rig_wait(&rig, remove).status, 0);
     CHECK_EQ(rig_wait(&rig, read).status, 0);

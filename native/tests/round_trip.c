@@ -189,7 +189,7 @@ static void more_than_fits(uint32_t source)
             loads[ring].copies[i] = copy_of(memory + (uint64_t)at * 512, 16, 512);
         }
         tickets[ring] = akv_engine_submit(rig.engine, ring, AKV_READ, 0, 0, loads[ring].ops, loads[ring].op_count,
-                                          loads[ring].copies, loads[ring].copy_count, loads[ring].results);
+                                          loads[ring].copies, loads[ring].copy_count, loads[ring].results, NULL);
     }
     for (uint32_t ring = 0; ring < RINGS; ring++)
         CHECK_EQ(rig_wait(&rig, tickets[ring]).status, 0);

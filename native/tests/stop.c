@@ -26,11 +26,11 @@ static void stop_with_everything_in_flight(uint32_t source)
     }
     for (uint32_t i = 0; i < BATCHES; i++)
         tickets[i] = akv_engine_submit(rig.engine, i % 2, AKV_READ, i % 3, 0, loads[i].ops, OPS, loads[i].copies,
-                                       loads[i].copy_count, loads[i].results);
+                                       loads[i].copy_count, loads[i].results, NULL);
     pause_us(1000);
     CHECK_EQ(akv_engine_stop(rig.engine), 0);
     CHECK_EQ(load_submit(&rig, &loads[0], AKV_READ), -ESHUTDOWN);
-    CHECK_EQ(akv_engine_region(rig.engine, 0, AKV_REGION_ADD, PAGE, PAGE), -ESHUTDOWN);
+    CHECK_EQ(akv_engine_region(rig.engine, 0, AKV_REGION_ADD, PAGE, PAGE, 0), -ESHUTDOWN);
     if (!akv_engine_stopped(rig.engine))
         CHECK_EQ(akv_engine_free(rig.engine), -EBUSY);
     for (uint32_t i = 0; i < BATCHES; i++) {

@@ -89,7 +89,7 @@ static void *submitter(void *argument)
         int64_t ticket;
         do
             ticket = akv_engine_submit(storm->rig.engine, random >> 20 & 1, AKV_READ, round % 3, 0, load.ops, OPS,
-                                       load.copies, OPS, load.results);
+                                       load.copies, OPS, load.results, NULL);
         while (ticket == -EAGAIN);
         CHECK(ticket >= 0);
         storm->tickets[self->index] = ticket;
