@@ -202,6 +202,7 @@ typedef struct {
     uint64_t cuda_calls_slow;
     uint64_t cuda_call_ns_max;
     uint64_t slots_leaked;
+    uint64_t device_error; /* the CUresult that ended the device path, or 0 */
 } akv_statistics;
 
 typedef struct {

@@ -28,8 +28,18 @@ from fake_cuda_build import build, skip_reason
 from fake_cuda_control import LEGACY, PER_THREAD, FakeCuda
 from numpy.typing import NDArray
 
-from aio_kv import EngineOptions, GroupLayout, LayerFiles, PosixBackend, Read, Scatter, Transfer
-from aio_kv import ThreadedBackend, UnavailableError, UringBackend
+from aio_kv import (
+    EngineOptions,
+    GroupLayout,
+    LayerFiles,
+    PosixBackend,
+    Read,
+    Scatter,
+    ThreadedBackend,
+    Transfer,
+    UnavailableError,
+    UringBackend,
+)
 from aio_kv.backends.engine_backend import EngineBackend
 from aio_kv.cuda import CopyOptions, Device, DeviceBuffer
 from aio_kv.cuda.table import DriverTable, Entry
@@ -53,9 +63,9 @@ SMALL = EngineOptions(
     op_nbytes_max=128 << 10,
     small_nbytes=16 << 10,
     bulk_nbytes=1 << 20,
-    drain_timeout=20.0,
+    drain_timeout=10.0,
 )
-_PATIENCE_SECONDS = 20.0
+_PATIENCE_SECONDS = 10.0
 
 
 class Gpu:
@@ -263,13 +273,17 @@ class RealGpu(Gpu):
 
     def upload(self, buffer: DeviceBuffer, data: bytes | Bytes, offset: int = 0) -> None:
         raw = bytes(data)
-        self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(buffer.data_ptr() + offset), raw, ctypes.c_size_t(len(raw)))
+        self._call(
+            "cuMemcpyHtoD_v2", ctypes.c_uint64(buffer.data_ptr() + offset), raw, ctypes.c_size_t(len(raw))
+        )
 
     def download(self, buffer: DeviceBuffer, nbytes: int | None = None, offset: int = 0) -> Bytes:
         count = buffer.nbytes - offset if nbytes is None else nbytes
         out = np.empty(count, np.uint8)
         target = ctypes.c_void_p(out.ctypes.data)
-        self._call("cuMemcpyDtoH_v2", target, ctypes.c_uint64(buffer.data_ptr() + offset), ctypes.c_size_t(count))
+        self._call(
+            "cuMemcpyDtoH_v2", target, ctypes.c_uint64(buffer.data_ptr() + offset), ctypes.c_size_t(count)
+        )
         return out
 
     def hold(self, stream: int) -> None:

@@ -83,7 +83,8 @@ async def read_all(kv: EngineBackend, gpu: Gpu, place: Place, **arguments: Any) 
 @on_asyncio
 async def test_file_to_gpu_and_back(gpu: Gpu, tmp_path: Path, rung: str, name: str) -> None:
     layout = LAYOUTS[name]
-    place, old, new = Place.of(layout), random_rows(layout, layout.num_groups, 1), random_rows(layout, layout.num_groups, 2)
+    place = Place.of(layout)
+    old, new = (random_rows(layout, layout.num_groups, seed) for seed in (1, 2))
     stream = gpu.stream()
     with layer_files(tmp_path, layout) as files:
         async with backend_on(rung, files, gpu.device) as kv:
@@ -151,10 +152,10 @@ WAYS = {
     "above-the-batch-limit": Way(64 * KIB, 4, CopyOptions(batch_nbytes_max=60 * KIB), (False, False, True)),
     "alone": Way(64 * KIB, 1, DEFAULT, (False, True, True)),
     "no-kernels": Way(4 * KIB, 8, CopyOptions(kernel_nbytes_max=0), (False, True, True)),
-    "no-batches": Way(
-        4 * KIB, 8, CopyOptions(kernel_nbytes_max=0, batch_nbytes_max=0), (False, False, True)
+    "no-batches": Way(4 * KIB, 8, CopyOptions(kernel_nbytes_max=0, batch_nbytes_max=0), (False, False, True)),
+    "one-block-one-warp": Way(
+        4 * KIB, 40, CopyOptions(kernel_blocks=1, kernel_threads=32), (True, False, False)
     ),
-    "one-block-one-warp": Way(4 * KIB, 40, CopyOptions(kernel_blocks=1, kernel_threads=32), (True, False, False)),
 }
 
 
@@ -259,7 +260,12 @@ async def test_more_copies_than_a_list_holds(gpu: Gpu, tmp_path: Path) -> None:
     place, rows = Place.of(layout), random_rows(layout, layout.num_groups)
     source = gpu.buffer(place.nbytes)
     gpu.upload(source, image_of(place, rows))
-    large = {"queue_depth": 64, "op_nbytes_max": 512 * KIB, "bulk_nbytes": 64 << 20, "staging_nbytes": 48 << 20}
+    large = {
+        "queue_depth": 64,
+        "op_nbytes_max": 512 * KIB,
+        "bulk_nbytes": 64 << 20,
+        "staging_nbytes": 48 << 20,
+    }
     with layer_files(tmp_path, layout) as files:
         async with backend_on("uring", files, gpu.device, **large) as kv:
             # All copies of a write are ready at once, and there are more than one launch can take.
@@ -333,6 +339,19 @@ async def test_requests_with_memory_of_their_own(gpu: Gpu, tmp_path: Path) -> No
 
 
 @on_asyncio
+async def test_one_group_in_its_place(gpu: Gpu, tmp_path: Path) -> None:
+    """A list of one number takes the short way for host memory, which has to know a Scatter when it sees one."""
+    rows, memory, host = random_rows(PLAIN, 1), gpu.buffer(8192, GUARD), bytearray(8192)
+    with layer_files(tmp_path, PLAIN) as files:
+        oracle_write(files, np.array([3]), rows)
+        async with backend_on("uring", files, gpu.device) as kv:
+            await kv.read_groups([3], Scatter(memory, np.array([5])), stream=gpu.stream())
+            await kv.read_groups([3], Scatter(host, np.array([5])))
+    assert np.array_equal(gpu.download(memory, 4096, 5), rows[0])
+    assert host[5 : 5 + 4096] == rows[0].tobytes()
+
+
+@on_asyncio
 async def test_no_groups_at_all(gpu: Gpu, tmp_path: Path) -> None:
     into, none = gpu.buffer(64, GUARD), np.empty(0, np.int64)
     with layer_files(tmp_path, PLAIN) as files:
@@ -391,7 +410,9 @@ def operations(draw: st.DrawFn) -> list[tuple[str, list[int], int, bool]]:
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 @given(steps=operations(), rung=st.sampled_from(RUNGS), seed=st.integers(0, 1 << 30))
 def test_any_operations_agree_with_the_oracle(
     tmp_path_factory: pytest.TempPathFactory, steps: Any, rung: str, seed: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from aio_kv.memory import DeviceMemory, HostMemory, raw_view
 from aio_kv.transfer import LoopBinding
 
 __all__ = ["DeviceSide", "OrderedStream"]
+
+_log = logging.getLogger("aio_kv")
 
 
 class OrderedStream:
@@ -26,7 +29,8 @@ class OrderedStream:
     @property
     def order(self) -> Order:
         """What the engine is told."""
-        return Order(self._fence.handle, self._stream.handle)
+        # 0 and 1 are both the legacy stream; key 0 belongs to transfers without a stream.
+        return Order(self._fence.handle, self._stream.handle or 1)
 
     def wait_for(self, event: int) -> None:
         """Make the stream wait for an event of the engine. Raises `DeviceError` for a stream under graph capture."""
@@ -74,9 +78,12 @@ class DeviceSide:
         return self.path.record_event(stream, wait)
 
     def close(self) -> None:
-        """Give back kernels and device; again does nothing."""
-        self.path.close()
-        self._close_device()
+        """Give back kernels and device; again does nothing. What a lost device refuses to take back is left to it."""
+        try:
+            self.path.close()
+            self._close_device()
+        except DeviceError as error:
+            _log.error("GPU %d was not given back: %s", self.device.index, error)
 
     def _close_device(self) -> None:
         if self._owns_device:
@@ -99,7 +106,8 @@ async def _wait_event(event: AwaitableEvent, engine: Engine, binding: LoopBindin
     await binding.wait_cancellably(lambda: ticket.is_done, wakes.append, lambda wake: engine.cancel(ticket))
     if ticket.status <= -CUDA_ERROR:
         raise DeviceError(
-            f"the event failed with CUDA error {-ticket.status - CUDA_ERROR}: the device is lost"
+            f"the event failed with CUDA error {-ticket.status - CUDA_ERROR}: the device is lost",
+            code=-ticket.status - CUDA_ERROR,
         )
     if ticket.status:
         raise ClosedError("the backend was closed before the event was done")

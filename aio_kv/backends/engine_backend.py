@@ -184,7 +184,7 @@ class EngineBackend:
         A group named twice is read once and copied twice. See `read`.
         """
         is_one = group_ids.__class__ is list and len(group_ids) == 1 and group_ids[0].__class__ is int
-        if is_one and deadline is None:
+        if is_one and deadline is None and into.__class__ is not Scatter:
             transfer = self._read_one(group_ids[0], into, stream, priority)
             if transfer is not None:
                 return transfer

@@ -137,7 +137,8 @@ class Session:
         statistics = self.statistics(backend)
         if engine.close(timeout=0.0):
             self.plan.close_files(self.files)
-            if self.device is not None:
+            # After a fault what was queued may still run: then the kernels stay loaded and the context is kept.
+            if self.device is not None and not statistics.engine.device_error:
                 self.device.close()
         if cancelled is not None:
             raise cancelled

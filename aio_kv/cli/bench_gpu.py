@@ -20,9 +20,9 @@ def gpu(
     device: str = typer.Option("0", metavar="INDEX", help="Which GPU, as nvidia-smi -L counts them."),
     directory: str = typer.Option(".", "--dir", metavar="DIR", help="Where the temporary files go."),
     size: str = typer.Option(
-        None, metavar="MB", help="MiB of pinned memory, of GPU memory and of a file. [default: 512]"
+        None, metavar="MB", help="MiB of pinned memory, of GPU memory and of a file. Default: 512."
     ),
-    pairs: str = typer.Option(None, metavar="N", help="Rounds; figures are medians over them. [default: 5]"),
+    pairs: str = typer.Option(None, metavar="N", help="Rounds; figures are medians over them. Default: 5."),
     quick: bool = typer.Option(False, "--quick", help="Little memory, one short round: shows that it works."),
     ram_disk: bool = typer.Option(
         False,

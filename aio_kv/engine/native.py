@@ -38,7 +38,7 @@ __all__ = ["Engine", "allocate_host", "extension_error", "has_extension"]
 _log = logging.getLogger("aio_kv")
 _DRAIN_MAX = 256
 _WHERE = ("options", "memory", "thread", "io_uring_setup", "NOP", "eventfd", "CUDA")
-_SUMMED_BY_MAX = ("in_flight_max", "bulk_nbytes_max", "cuda_call_ns_max")
+_SUMMED_BY_MAX = ("in_flight_max", "bulk_nbytes_max", "cuda_call_ns_max", "device_error")
 
 # Engines whose device did not answer in time: their memory may still be written to, so it is never given back.
 _leaked: list[object] = []
@@ -454,7 +454,8 @@ def _submit_error(number: int, op_count: int) -> Exception:
 
 def _refusal(number: int, where: str) -> UnavailableError | DeviceError:
     if number > CUDA_ERROR:
-        return DeviceError(f"the engine cannot start on the device: CUDA error {number - CUDA_ERROR} at open")
+        code = number - CUDA_ERROR
+        return DeviceError(f"the engine cannot start on the device: CUDA error {code} at open", code=code)
     name = errno.errorcode.get(number, str(number))
     return UnavailableError(
         f"the engine cannot start: {where} failed with {name} ({os.strerror(number)})",

@@ -15,7 +15,8 @@ class EngineStatistics:
     on registered buffers, `resumed_ops` continuations after a short completion, `retried_ops` repeats after EINTR or
     EAGAIN, `dropped_ops` cancelled or past their deadline before they began. `bytes_staged` went through a staging
     slot. `kernel_copies`, `batch_copies` and `single_copies` count runs of bytes by the way they went to or from a GPU;
-    `cuda_calls_slow` are the CUDA calls above 50 us. `slots_leaked` were given up after a device fault. `in_flight` and `slots_leased` are momentary and zero when the engine rests.
+    `cuda_calls_slow` are the CUDA calls above 50 us. `slots_leaked` were given up after a device fault, and
+    `device_error` is its CUresult. `in_flight` and `slots_leased` are momentary and zero when the engine rests.
     """
 
     batches: int = 0
@@ -48,6 +49,7 @@ class EngineStatistics:
     cuda_calls_slow: int = 0
     cuda_call_ns_max: int = 0
     slots_leaked: int = 0
+    device_error: int = 0
 
 
 @dataclass(frozen=True, slots=True)

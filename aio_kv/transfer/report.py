@@ -64,7 +64,8 @@ def error_of(code: int, *, action: str, file: str, file_offset: int, nbytes: int
         )
     if code <= -CUDA_ERROR:
         return DeviceError(
-            f"{action} of {file}, offset {file_offset}, {nbytes} bytes: CUDA error {-code - CUDA_ERROR}"
+            f"{action} of {file}, offset {file_offset}, {nbytes} bytes: CUDA error {-code - CUDA_ERROR}",
+            code=-code - CUDA_ERROR,
         )
     if code == -errno.ENODATA:
         return ShortReadError(action, arrived=arrived, file=file, file_offset=file_offset, nbytes=nbytes)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aio_kv.engine import Kind, Order, Ticket
-from aio_kv.errors import AioKvError, StorageError, TransferError
+from aio_kv.errors import AioKvError, DeadlineError, TransferError
 from aio_kv.integers import Int64Array
 from aio_kv.plan import RESULT_DTYPE, Plan
 from aio_kv.transfer.report import Outcome, TransferReport, error_of, outcomes_of
@@ -269,7 +269,7 @@ class Transfer:
         )
 
     def _summary(self, report: TransferReport, first: AioKvError, failed: int) -> TransferError:
-        number = first.errno if isinstance(first, StorageError) else errno.ETIME
+        number = errno.ETIME if isinstance(first, DeadlineError) else getattr(first, "errno", None)
         error = TransferError(
             f"{_ACTIONS[self.kind]} of {failed} of {self.request_count} requests",
             report=report,

@@ -49,6 +49,7 @@ void akv_batch_finish(struct akv_reactor *r, struct akv_batch *b)
         r->live = b->live_next;
     if (b->live_next)
         b->live_next->live_prev = b->live_prev;
+    akv_device_leave(b);
     tell(r, b, AKV_DONE);
 }
 
@@ -58,7 +59,8 @@ void akv_batch_op_done(struct akv_reactor *r, struct akv_batch *b, uint32_t op_i
 {
     b->results[op_index] = (akv_result){code, nbytes};
     if (code) {
-        if (b->failed++ == 0)
+        /* An error of the device outweighs others: it says that memory may still be written to. */
+        if (b->failed++ == 0 || code <= -AKV_CUDA_ERROR)
             b->status = code;
         AKV_COUNT(r, failed_ops, 1);
     }

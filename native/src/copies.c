@@ -57,7 +57,7 @@ static int add_run(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_
     else
         AKV_COUNT(r, bytes_from_device, run->nbytes);
     bool has_kernel = is_read ? api->gather != NULL : api->scatter != NULL;
-    if (has_kernel && run->nbytes <= api->kernel_nbytes_max && d->kernel_count < AKV_LIST_MAX)
+    if (has_kernel && run->nbytes <= api->kernel_nbytes_max && d->kernel_count < g->capacity)
         add_kernel_copy(r, g, run, is_read);
     else if (api->memcpy_batch_async && run->nbytes <= api->batch_nbytes_max && d->batch_count < AKV_LIST_MAX)
         add_batch_copy(r, run, is_read);
@@ -115,21 +115,36 @@ static int copy_batch(struct akv_reactor *r, struct akv_copy_stream *s, bool is_
                     &attributes, &first, 1, s->handle);
 }
 
-/* A fence was recorded in the caller's submitting call; what it holds back is asked first, because a wait costs the
- * stream and a query does not. */
-static int pass_fence(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_batch *b)
+/* A fence was recorded in the caller's submitting call; whether it holds anything back is asked first, because a wait
+ * costs the stream and a query does not. */
+static int ask_fence(struct akv_reactor *r, struct akv_batch *b)
 {
     if (b->has_passed_fence || !b->fence)
         return 0;
-    b->has_passed_fence = true;
     int code = AKV_CUDA(r, event_query, b->fence);
-    if (code != AKV_NOT_READY)
-        return code;
-    s->fence = b->fence;
+    b->has_passed_fence = code == 0;
+    return code;
+}
+
+static int wait_for_fence(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_copy_group *g, struct akv_batch *b)
+{
+    b->has_passed_fence = true;
+    g->fence = b->fence;
     return AKV_CUDA(r, stream_wait_event, s->handle, b->fence, 0);
 }
 
-/* Queues the copies of pending flights of one direction, as many as fit in the group, and the event behind them. On an
+static void move_to_group(struct akv_copy_stream *s, struct akv_copy_group *g)
+{
+    struct akv_flight *f = s->pending_head;
+    s->pending_head = f->next;
+    if (!s->pending_head)
+        s->pending_tail = NULL;
+    f->next = g->flights;
+    g->flights = f;
+}
+
+/* Queues the copies of pending flights of one direction, as many as fit in the group, and the event behind them. A group
+ * waits for one fence at most, and ends before the next: what was collected so far must not wait for that one. On an
  * error the group holds every flight whose copies may have been queued. */
 int akv_copies_queue(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_copy_group *g)
 {
@@ -137,18 +152,21 @@ int akv_copies_queue(struct akv_reactor *r, struct akv_copy_stream *s, struct ak
     bool is_read = akv_is_load(s->pending_head->batch->kind);
     d->kernel_count = d->batch_count = 0;
     g->flights = NULL;
+    g->fence = NULL;
     int code = 0;
     while (s->pending_head && code == 0) {
         struct akv_flight *f = s->pending_head;
-        bool is_full = d->kernel_count + f->op.copy_count > AKV_LIST_MAX || d->batch_count + f->op.copy_count > AKV_LIST_MAX;
+        bool is_full = d->kernel_count + f->op.copy_count > g->capacity || d->batch_count + f->op.copy_count > AKV_LIST_MAX;
         if (akv_is_load(f->batch->kind) != is_read || (is_full && g->flights))
             break;
-        s->pending_head = f->next;
-        if (!s->pending_head)
-            s->pending_tail = NULL;
-        f->next = g->flights;
-        g->flights = f;
-        code = pass_fence(r, s, f->batch);
+        code = ask_fence(r, f->batch);
+        if (code == AKV_NOT_READY && g->flights) {
+            code = 0;
+            break;
+        }
+        move_to_group(s, g);
+        if (code == AKV_NOT_READY)
+            code = wait_for_fence(r, s, g, f->batch);
         if (code == 0)
             code = add_flight(r, s, g, f);
     }

@@ -13,7 +13,6 @@
 #include "internal.h"
 
 enum { NON_BLOCKING = 1, DISABLE_TIMING = 2, PORTABLE_AND_MAPPED = 1 | 2, CAPTURE_RELAXED = 2 };
-enum { ALREADY_REGISTERED = 712 };
 
 void akv_cuda_called(struct akv_reactor *r, int64_t began_ns)
 {
@@ -24,37 +23,54 @@ void akv_cuda_called(struct akv_reactor *r, int64_t began_ns)
         AKV_COUNT(r, cuda_calls_slow, 1);
 }
 
-static int pin(struct akv_reactor *r, uint8_t *base, uint64_t nbytes)
+static int pin(struct akv_reactor *r, uint8_t *base, uint64_t nbytes, uint64_t *pinned)
 {
     for (uint64_t at = 0; at < nbytes; at += AKV_PIECE) {
         uint64_t piece = nbytes - at < AKV_PIECE ? nbytes - at : AKV_PIECE;
         int code = AKV_CUDA(r, mem_host_register, base + at, piece, PORTABLE_AND_MAPPED);
-        if (code && code != ALREADY_REGISTERED)
+        if (code)
             return code;
+        *pinned = at + piece;
     }
     return 0;
 }
 
-static void unpin(struct akv_reactor *r, uint8_t *base, uint64_t nbytes)
+/* False: CUDA still knows the memory, which must then not be freed. */
+static bool unpin(struct akv_reactor *r, uint8_t *base, uint64_t pinned)
 {
-    for (uint64_t at = 0; at < nbytes; at += AKV_PIECE)
-        AKV_CUDA(r, mem_host_unregister, base + at);
+    int code = 0;
+    for (uint64_t at = 0; at < pinned && code == 0; at += AKV_PIECE)
+        code = AKV_CUDA(r, mem_host_unregister, base + at);
+    return code == 0;
+}
+
+static uint64_t lists_nbytes(const struct akv_reactor *r)
+{
+    uint64_t entries = AKV_LONG_LISTS * AKV_LIST_MAX + (uint64_t)r->engine->options.queue_depth * AKV_SHORT_LIST;
+    return entries * sizeof(akv_kernel_copy);
+}
+
+static void give_group(struct akv_device_state *d, struct akv_copy_group *g)
+{
+    struct akv_copy_group **list = g->capacity > AKV_SHORT_LIST ? &d->free_long : &d->free_short;
+    g->next = *list;
+    *list = g;
 }
 
 static int open_lists(struct akv_reactor *r)
 {
     struct akv_device_state *d = &r->device;
-    const uint64_t list_nbytes = AKV_LIST_MAX * sizeof(akv_kernel_copy);
-    uint64_t device = 0;
-    int code = pin(r, d->lists, AKV_GROUPS_MAX * list_nbytes);
+    uint64_t device = 0, at = 0;
+    int code = pin(r, d->lists, lists_nbytes(r), &d->lists_pinned);
     if (code == 0)
         code = AKV_CUDA(r, mem_host_get_device_pointer, &device, d->lists, 0);
-    for (uint32_t i = 0; i < AKV_GROUPS_MAX; i++) {
+    for (uint32_t i = 0; i < AKV_LONG_LISTS + r->engine->options.queue_depth; i++) {
         struct akv_copy_group *g = &d->groups[i];
-        g->list = (akv_kernel_copy *)(d->lists + i * list_nbytes);
-        g->list_device = device + i * list_nbytes;
-        g->next = d->free_groups;
-        d->free_groups = g;
+        g->capacity = i < AKV_LONG_LISTS ? AKV_LIST_MAX : AKV_SHORT_LIST;
+        g->list = (akv_kernel_copy *)(d->lists + at);
+        g->list_device = device + at;
+        at += g->capacity * sizeof(akv_kernel_copy);
+        give_group(d, g);
     }
     return code;
 }
@@ -63,7 +79,7 @@ static int open_streams(struct akv_reactor *r)
 {
     struct akv_device_state *d = &r->device;
     int code = 0;
-    for (uint32_t i = 0; i < AKV_EVENTS_MAX && code == 0; i++)
+    for (uint32_t i = 0; i < d->event_count && code == 0; i++)
         code = AKV_CUDA(r, event_create, &d->events[i].handle, DISABLE_TIMING);
     while (d->stream_count < d->api->copy_streams && code == 0) {
         code = AKV_CUDA(r, stream_create, &d->streams[d->stream_count].handle, NON_BLOCKING);
@@ -99,18 +115,21 @@ int akv_device_open(struct akv_reactor *r)
         return 0;
     d->api = &r->engine->device;
     d->poll_ns = AKV_POLL_NS_MIN;
-    d->lists = akv_slab_new(AKV_GROUPS_MAX * AKV_LIST_MAX * sizeof(akv_kernel_copy));
+    d->event_count = r->engine->options.queue_depth + AKV_EVENTS_SPARE;
+    d->lists = akv_slab_new(lists_nbytes(r));
+    d->groups = calloc(AKV_LONG_LISTS + r->engine->options.queue_depth, sizeof *d->groups);
+    d->events = calloc(d->event_count, sizeof *d->events);
     d->batch_targets = calloc(AKV_LIST_MAX, sizeof(uint64_t));
     d->batch_sources = calloc(AKV_LIST_MAX, sizeof(uint64_t));
     d->batch_sizes = calloc(AKV_LIST_MAX, sizeof(size_t));
-    if (!d->lists || !d->batch_targets || !d->batch_sources || !d->batch_sizes)
+    if (!d->lists || !d->groups || !d->events || !d->batch_targets || !d->batch_sources || !d->batch_sizes)
         return -ENOMEM;
     int mode = CAPTURE_RELAXED;
     int code = AKV_CUDA(r, ctx_set_current, d->api->context);
     if (code == 0)
         code = AKV_CUDA(r, thread_exchange_capture_mode, &mode);
     if (code == 0)
-        code = pin(r, r->slab.base, r->slab.nbytes);
+        code = pin(r, r->slab.base, r->slab.nbytes, &d->slab_pinned);
     if (code == 0)
         code = AKV_CUDA(r, mem_host_get_device_pointer, &d->slab_device, r->slab.base, 0);
     if (code == 0)
@@ -119,7 +138,6 @@ int akv_device_open(struct akv_reactor *r)
         code = open_streams(r);
     if (code == 0)
         code = warm_up(r);
-    d->is_open = true;
     AKV_STORE(r, cuda_calls, 0); /* what a request costs begins here */
     AKV_STORE(r, cuda_calls_slow, 0);
     AKV_STORE(r, cuda_call_ns_max, 0);
@@ -133,31 +151,70 @@ void akv_device_close(struct akv_reactor *r)
     free(d->batch_targets);
     free(d->batch_sources);
     free(d->batch_sizes);
-    if (!d->is_open)
-        return;
+    free(d->groups);
     if (d->error) {
         r->slab.base = NULL;
         return;
     }
     for (uint32_t i = 0; i < d->stream_count; i++)
         AKV_CUDA(r, stream_destroy, d->streams[i].handle);
-    for (uint32_t i = 0; i < AKV_EVENTS_MAX; i++)
+    for (uint32_t i = 0; d->events && i < d->event_count; i++)
         if (d->events[i].handle)
             AKV_CUDA(r, event_destroy, d->events[i].handle);
-    unpin(r, d->lists, AKV_GROUPS_MAX * AKV_LIST_MAX * sizeof(akv_kernel_copy));
-    unpin(r, r->slab.base, r->slab.nbytes);
-    akv_slab_free(d->lists, AKV_GROUPS_MAX * AKV_LIST_MAX * sizeof(akv_kernel_copy));
+    if (unpin(r, d->lists, d->lists_pinned))
+        akv_slab_free(d->lists, lists_nbytes(r));
+    if (!unpin(r, r->slab.base, d->slab_pinned))
+        r->slab.base = NULL;
 }
 
 bool akv_device_is_busy(const struct akv_reactor *r)
 {
-    return r->device.groups_out || r->device.watched;
+    return r->device.groups_out || r->device.watched || r->device.has_backlog;
+}
+
+/* Whether what the stream has to do next waits for a fence. */
+static bool is_held_back(struct akv_reactor *r, struct akv_copy_stream *s)
+{
+    struct akv_copy_group *g = s->oldest;
+    if (!g || !g->fence)
+        return false;
+    if (AKV_CUDA(r, event_query, g->fence) == AKV_NOT_READY)
+        return true;
+    g->fence = NULL;
+    return false;
+}
+
+/* A caller keeps its copy stream while anything of it is under way; else it gets one that nobody uses. When there are
+ * more callers than streams it shares one that no fence holds back, if there is such a one. */
+static struct akv_copy_stream *choose_stream(struct akv_reactor *r, uint64_t key)
+{
+    struct akv_device_state *d = &r->device;
+    struct akv_copy_stream *chosen = NULL;
+    for (uint32_t i = 0; i < d->stream_count; i++) {
+        struct akv_copy_stream *s = &d->streams[i];
+        if (s->users && s->key == key)
+            return s;
+        if (!s->users && (!chosen || s->key == key))
+            chosen = s;
+    }
+    if (chosen) {
+        chosen->key = key;
+        return chosen;
+    }
+    uint32_t first = ((key >> 4) * 0x9e3779b97f4a7c15ull >> 32) % d->stream_count; /* the low bits of pointers say nothing */
+    for (uint32_t i = 0; i < d->stream_count; i++) {
+        struct akv_copy_stream *s = &d->streams[(first + i) % d->stream_count];
+        if (!is_held_back(r, s))
+            return s;
+    }
+    return &d->streams[first];
 }
 
 /* A batch with an order gets its copy stream; a batch that is an event is watched from now on. */
 void akv_device_take(struct akv_reactor *r, struct akv_batch *b)
 {
     struct akv_device_state *d = &r->device;
+    b->copy_stream = NULL;
     b->has_passed_fence = false;
     b->unqueued = b->op_count;
     if (b->kind == AKV_EVENT) {
@@ -165,25 +222,46 @@ void akv_device_take(struct akv_reactor *r, struct akv_batch *b)
         d->watched = b;
         d->poll_ns = AKV_POLL_NS_MIN;
     } else if (b->has_order && d->stream_count) {
-        uint64_t key = (b->stream_key >> 4) * 0x9e3779b97f4a7c15ull; /* handles are pointers: their low bits say nothing */
-        b->copy_stream = &d->streams[(key >> 32) % d->stream_count];
+        b->copy_stream = choose_stream(r, b->stream_key);
+        b->copy_stream->users++;
     }
 }
 
-/* While a fence behind a caller's kernel holds a stream back, its flights may hold a quarter of the slots at most. */
-bool akv_device_may_stage(struct akv_reactor *r, struct akv_batch *b, uint32_t lane)
+void akv_device_leave(struct akv_batch *b)
+{
+    if (b->has_order && b->copy_stream)
+        b->copy_stream->users--;
+}
+
+void akv_device_next_turn(struct akv_reactor *r)
+{
+    for (uint32_t i = 0; i < r->device.stream_count; i++)
+        for (uint32_t lane = 0; lane < AKV_LANES; lane++)
+            r->device.streams[i].is_refused[lane] = false;
+}
+
+/* A quarter of everything that its flights hold, of which there may be least: slots, I/Os, bytes in the bulk lane. */
+static uint32_t share_of(const struct akv_reactor *r, uint32_t lane)
+{
+    const akv_options *options = &r->engine->options;
+    uint32_t most = r->slab.slot_count[lane];
+    if (options->queue_depth < most)
+        most = options->queue_depth;
+    if (lane == AKV_BULK && options->bulk_nbytes / options->max_op_nbytes < most)
+        most = options->bulk_nbytes / options->max_op_nbytes;
+    return (most + 3) / 4;
+}
+
+/* While a fence behind a caller's kernel holds its copies back, its flights keep to their share. */
+bool akv_device_may_start(struct akv_reactor *r, struct akv_batch *b, uint32_t lane)
 {
     struct akv_copy_stream *s = b->copy_stream;
-    if (!b->has_order || r->device.error || s->slots[lane] < (r->slab.slot_count[lane] + 3) / 4)
+    if (!b->has_order || !s || r->device.error || s->flights[lane] < share_of(r, lane))
         return true;
-    void *fence = b->has_passed_fence ? s->fence : b->fence ? b->fence : s->fence;
-    if (!fence)
-        return true;
-    if (AKV_CUDA(r, event_query, fence) == AKV_NOT_READY)
-        return false;
-    if (fence == s->fence)
-        s->fence = NULL;
-    return true;
+    if (!s->is_refused[lane]) /* one question a turn, however many batches wait */
+        s->is_refused[lane] = is_held_back(r, s) || (b->fence && !b->has_passed_fence &&
+                                                     AKV_CUDA(r, event_query, b->fence) == AKV_NOT_READY);
+    return !s->is_refused[lane];
 }
 
 void akv_device_add(struct akv_reactor *r, struct akv_flight *f)
@@ -199,8 +277,8 @@ void akv_device_add(struct akv_reactor *r, struct akv_flight *f)
 
 static struct akv_device_event *take_event(struct akv_device_state *d)
 {
-    for (uint32_t i = 0; i < AKV_EVENTS_MAX; i++) {
-        struct akv_device_event *event = &d->events[d->event_next++ % AKV_EVENTS_MAX];
+    for (uint32_t i = 0; i < d->event_count; i++) {
+        struct akv_device_event *event = &d->events[d->event_next++ % d->event_count];
         if (atomic_load_explicit(&event->shares, memory_order_acquire) == 0) {
             atomic_store_explicit(&event->shares, 1, memory_order_relaxed);
             return event;
@@ -217,14 +295,26 @@ static void note_queued(struct akv_reactor *r, struct akv_copy_group *g)
     }
 }
 
+/* One with a list that is long enough, if there still is one. Every group holds a flight at least, so a short one is
+ * always there. */
+static struct akv_copy_group *take_group(struct akv_device_state *d, const struct akv_copy_stream *s)
+{
+    uint32_t copies = 0;
+    for (struct akv_flight *f = s->pending_head; f && copies <= AKV_SHORT_LIST; f = f->next)
+        copies += f->op.copy_count;
+    struct akv_copy_group **list = copies > AKV_SHORT_LIST && d->free_long ? &d->free_long : &d->free_short;
+    struct akv_copy_group *g = *list;
+    *list = g->next;
+    return g;
+}
+
 static bool flush_stream(struct akv_reactor *r, struct akv_copy_stream *s)
 {
     struct akv_device_state *d = &r->device;
-    struct akv_copy_group *g = d->free_groups;
-    struct akv_device_event *event = g ? take_event(d) : NULL;
+    struct akv_device_event *event = take_event(d);
     if (!event)
-        return false; /* the groups in flight bring one back */
-    d->free_groups = g->next;
+        return false; /* all lent to batches that nobody has drained yet */
+    struct akv_copy_group *g = take_group(d, s);
     g->event = event;
     g->next = NULL;
     int code = akv_copies_queue(r, s, g);
@@ -247,10 +337,13 @@ static bool flush_stream(struct akv_reactor *r, struct akv_copy_stream *s)
 void akv_device_flush(struct akv_reactor *r)
 {
     struct akv_device_state *d = &r->device;
-    for (uint32_t i = 0; i < d->stream_count; i++)
-        while (d->streams[i].pending_head && !d->error)
-            if (!flush_stream(r, &d->streams[i]))
-                break;
+    d->has_backlog = false;
+    for (uint32_t i = 0; i < d->stream_count && !d->error; i++) {
+        struct akv_copy_stream *s = &d->streams[i];
+        while (s->pending_head && flush_stream(r, s))
+            ;
+        d->has_backlog |= s->pending_head != NULL;
+    }
 }
 
 static void end_group(struct akv_reactor *r, struct akv_copy_stream *s)
@@ -263,8 +356,7 @@ static void end_group(struct akv_reactor *r, struct akv_copy_stream *s)
     struct akv_flight *f = g->flights;
     atomic_fetch_sub_explicit(&g->event->shares, 1, memory_order_release);
     g->flights = NULL;
-    g->next = d->free_groups;
-    d->free_groups = g;
+    give_group(d, g);
     d->groups_out--;
     while (f) {
         struct akv_flight *next = f->next;
@@ -279,13 +371,14 @@ static bool poll_watched(struct akv_reactor *r)
     struct akv_batch **link = &r->device.watched;
     while (*link) {
         struct akv_batch *b = *link;
-        int code = atomic_load(&b->cancel_requested) ? -1 : AKV_CUDA(r, event_query, b->fence);
-        if (code == AKV_NOT_READY) {
+        int code = AKV_CUDA(r, event_query, b->fence);
+        bool is_unwanted = atomic_load(&b->cancel_requested) || atomic_load(&r->stop);
+        if (code == AKV_NOT_READY && !is_unwanted) {
             link = &b->watch_next;
             continue;
         }
         *link = b->watch_next;
-        b->status = code == -1 ? -ECANCELED : code ? -(AKV_CUDA_ERROR + code) : 0;
+        b->status = code == AKV_NOT_READY ? -ECANCELED : code ? -(AKV_CUDA_ERROR + code) : 0;
         akv_batch_finish(r, b);
         has_news = true;
     }
@@ -332,6 +425,7 @@ void akv_device_fail(struct akv_reactor *r, int code)
     if (d->error)
         return;
     d->error = code;
+    AKV_STORE(r, device_error, code);
     int32_t answer = -(AKV_CUDA_ERROR + code);
     for (uint32_t i = 0; i < d->stream_count; i++) {
         struct akv_copy_stream *s = &d->streams[i];
@@ -346,4 +440,5 @@ void akv_device_fail(struct akv_reactor *r, int code)
         s->oldest = s->newest = NULL;
     }
     d->groups_out = 0;
+    d->has_backlog = false;
 }

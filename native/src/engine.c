@@ -120,6 +120,7 @@ static void engine_release(akv_engine *e)
             close(r->wake_fd);
         pthread_mutex_destroy(&r->pool.lock);
         pthread_cond_destroy(&r->pool.work);
+        free(r->device.events); /* not earlier: draining gives them back after the reactor has ended */
         free(r->pool.threads);
         free(r->fault_used);
         free(r->iovs);

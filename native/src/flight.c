@@ -32,11 +32,11 @@ static int check_op(const struct akv_reactor *r, const struct akv_batch *b, cons
     return akv_copy_check(b, op);
 }
 
-bool akv_flight_can_start(struct akv_reactor *r, struct akv_batch *b, const akv_op *op, uint32_t lane)
+bool akv_flight_can_start(const struct akv_reactor *r, const akv_op *op, uint32_t lane)
 {
     if (!r->free_flights)
         return false;
-    return op->placement != AKV_STAGED || (r->slab.free_count[lane] > 0 && akv_device_may_stage(r, b, lane));
+    return op->placement != AKV_STAGED || r->slab.free_count[lane] > 0;
 }
 
 static void count_in_flight(struct akv_reactor *r, const struct akv_flight *f, int sign)
@@ -103,9 +103,9 @@ void akv_flight_start(struct akv_reactor *r, struct akv_batch *b, uint32_t op_in
     if (op->placement == AKV_STAGED) {
         f->base = akv_slot_take(&r->slab, lane, &f->slot);
         AKV_COUNT(r, slots_leased, 1);
-        if (b->has_order)
-            b->copy_stream->slots[lane]++;
     }
+    if (b->has_order)
+        b->copy_stream->flights[lane]++;
     if (op->placement == AKV_PINNED) {
         f->region = akv_region_pinned(r, op->address, op->nbytes);
         f->device_shift = f->region ? f->region->device_address - f->region->address : 0;
@@ -167,9 +167,9 @@ static void end(struct akv_reactor *r, struct akv_flight *f, int32_t code, bool 
         else
             akv_slot_return(&r->slab, f->lane, f->slot);
         AKV_COUNT(r, slots_leased, -1);
-        if (b->has_order)
-            b->copy_stream->slots[f->lane]--;
     }
+    if (b->has_order)
+        b->copy_stream->flights[f->lane]--;
     struct akv_region *region = f->region;
     uint32_t op_index = f->op_index, arrived = f->arrived;
     f->batch = NULL;

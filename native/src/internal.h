@@ -32,9 +32,10 @@ enum {
     AKV_REGIONS_MAX = 256,
     AKV_BUFFERS_MAX = 1024, /* entries of the ring's buffer table, each at most AKV_PIECE bytes */
     AKV_STREAMS_MAX = 16,   /* copy streams */
-    AKV_GROUPS_MAX = 32,    /* copies queued together and not done, over all copy streams */
-    AKV_LIST_MAX = 4096,    /* kernel copies in one group */
-    AKV_EVENTS_MAX = 1024,
+    AKV_LIST_MAX = 4096,    /* kernel copies in a copy group with a long list */
+    AKV_LONG_LISTS = 32,
+    AKV_SHORT_LIST = 128,   /* what one I/O has at most; there are as many short lists as I/Os, and never too few */
+    AKV_EVENTS_SPARE = 1024, /* beyond one for each group: those that batches keep until they are drained */
     AKV_NOT_READY = 600, /* CUDA_ERROR_NOT_READY */
     AKV_POLL_NS_MIN = 20000, /* between two looks at pending events */
     AKV_POLL_NS_MAX = 1000000,
@@ -121,28 +122,33 @@ struct akv_copy_group {
     struct akv_flight *flights;
     akv_kernel_copy *list; /* pinned; the kernel reads it until the event */
     uint64_t list_device;
+    uint32_t capacity;
+    void *fence; /* what its stream was made to wait for before it; NULL: nothing, or it has passed */
     struct akv_copy_group *next; /* free list, or the queue of its stream */
 };
 
 struct akv_copy_stream {
     void *handle;
-    void *fence; /* the last fence that the stream was made to wait for; NULL once it is known to have passed */
+    uint64_t key;   /* of the caller that it was last given to */
+    uint32_t users; /* batches that have not ended */
     struct akv_flight *pending_head, *pending_tail; /* arrived (reads) or holding a slot (writes), copies not queued */
     struct akv_copy_group *oldest, *newest;
-    uint32_t slots[AKV_LANES];
+    uint32_t flights[AKV_LANES];
+    bool is_refused[AKV_LANES]; /* asked for more than its share in this turn, behind a fence */
 };
 
 /* The device side of a reactor; all of it the reactor's. `error` is the CUresult that ended the device path, or 0. */
 struct akv_device_state {
     const akv_device *api;
     int error;
-    bool is_open;
+    bool has_backlog; /* copies wait for an event to record behind them */
+    uint64_t slab_pinned, lists_pinned; /* bytes */
     uint8_t *lists;
     uint64_t slab_device; /* device address of the staging slab */
-    uint32_t slab_pieces, stream_count, event_next, groups_out;
+    uint32_t stream_count, event_count, event_next, groups_out;
     struct akv_copy_stream streams[AKV_STREAMS_MAX];
-    struct akv_copy_group groups[AKV_GROUPS_MAX], *free_groups;
-    struct akv_device_event events[AKV_EVENTS_MAX];
+    struct akv_copy_group *groups, *free_short, *free_long;
+    struct akv_device_event *events;
     struct akv_batch *watched;
     uint64_t *batch_targets, *batch_sources; /* scratch of one memcpy_batch_async */
     size_t *batch_sizes;
@@ -300,7 +306,7 @@ void akv_lanes_leave(struct akv_reactor *r, struct akv_batch *b);
 void akv_lanes_issue(struct akv_reactor *r);
 
 /* flight.c: one op from start to result */
-bool akv_flight_can_start(struct akv_reactor *r, struct akv_batch *b, const akv_op *op, uint32_t lane);
+bool akv_flight_can_start(const struct akv_reactor *r, const akv_op *op, uint32_t lane);
 void akv_flight_start(struct akv_reactor *r, struct akv_batch *b, uint32_t op_index, const akv_op *op, uint32_t lane);
 void akv_flight_answer(struct akv_reactor *r, struct akv_flight *f, int32_t result);
 void akv_flight_release_due(struct akv_reactor *r, int64_t now_ns);
@@ -327,7 +333,9 @@ int akv_device_open(struct akv_reactor *r);
 void akv_device_close(struct akv_reactor *r);
 void akv_device_take(struct akv_reactor *r, struct akv_batch *b);
 void akv_device_add(struct akv_reactor *r, struct akv_flight *f);
-bool akv_device_may_stage(struct akv_reactor *r, struct akv_batch *b, uint32_t lane);
+void akv_device_leave(struct akv_batch *b);
+void akv_device_next_turn(struct akv_reactor *r);
+bool akv_device_may_start(struct akv_reactor *r, struct akv_batch *b, uint32_t lane);
 void akv_device_flush(struct akv_reactor *r);
 bool akv_device_poll(struct akv_reactor *r);
 bool akv_device_is_busy(const struct akv_reactor *r);

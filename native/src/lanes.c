@@ -91,11 +91,14 @@ static bool may_start(const struct akv_reactor *r, uint32_t class, uint32_t nbyt
            r->in_flight_lane[AKV_BULK] < (options->queue_depth * 3 + 3) / 4;
 }
 
-/* Starts the head of one queue if it may. */
+/* Starts the head of one queue if it may. Batches whose copies a fence holds back are passed over once they have their
+ * share: whoever stands behind them has other kernels to wait for. */
 static bool issue_from(struct akv_reactor *r, uint32_t class)
 {
     struct akv_batch *b = r->queue_head[class];
     uint32_t lane = class % AKV_LANES;
+    while (b && !akv_device_may_start(r, b, lane))
+        b = b->lane[lane].next;
     if (!b)
         return false;
     struct akv_lane_link *link = &b->lane[lane];
@@ -105,7 +108,7 @@ static bool issue_from(struct akv_reactor *r, uint32_t class)
     }
     uint32_t index = link->cursor;
     akv_op op = b->ops[index]; /* read once: everything after works on this copy */
-    if (!may_start(r, class, op.nbytes) || !akv_flight_can_start(r, b, &op, lane))
+    if (!may_start(r, class, op.nbytes) || !akv_flight_can_start(r, &op, lane))
         return false;
     link->cursor++;
     if (--link->left == 0)
@@ -136,6 +139,7 @@ static bool issue_one(struct akv_reactor *r)
 
 void akv_lanes_issue(struct akv_reactor *r)
 {
+    akv_device_next_turn(r);
     while (r->queued < AKV_SLICE && issue_one(r))
         ;
 }
