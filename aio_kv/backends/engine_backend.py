@@ -70,6 +70,7 @@ class EngineBackend:
         self._plan = SessionPlan(path_or_files, layout, device, create, check_options(options), self._choice)
         self._layout = layout
         self._session: Session | None = None
+        self._closing: Session | None = None
         self._has_begun = False
         self._last_statistics: Statistics | None = None
 
@@ -101,11 +102,16 @@ class EngineBackend:
         """
         session = self._session
         if session is None:
+            if self._closing is not None:
+                await self._closing.wait_closed()
             return
         session.check_loop()
-        self._session = None
+        self._session, self._closing = None, session
         self._last_statistics = session.statistics(type(self).__name__)
-        self._last_statistics = await session.close(type(self).__name__)
+        try:
+            self._last_statistics = await session.close(type(self).__name__)
+        finally:
+            self._closing = None
 
     @property
     def layout(self) -> GroupLayout:
@@ -183,7 +189,7 @@ class EngineBackend:
         A group named twice is read once and copied twice. See `read`.
         """
         is_one = group_ids.__class__ is list and len(group_ids) == 1 and group_ids[0].__class__ is int
-        if is_one and deadline is None:
+        if is_one and deadline is None and into.__class__ is not Scatter:
             transfer = self._read_one(group_ids[0], into, stream, priority)
             if transfer is not None:
                 return transfer
@@ -391,7 +397,7 @@ class EngineBackend:
             raise LayoutError(
                 f"deadline is {deadline!r}: must be a time on the clock of anyio.current_time()"
             )
-        left = min(deadline - session.binding.time(), 1e9)
+        left = min(max(deadline - session.binding.time(), -1e9), 1e9)  # infinities are deadlines too
         return max(1, time.monotonic_ns() + int(left * 1e9))
 
     async def register_landing_region(self, memory: Any) -> LandingRegion:

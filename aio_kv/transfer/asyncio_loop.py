@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from aio_kv.transfer.binding import BlockingJob
+from aio_kv.transfer.binding import BlockingJob, require_current
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
@@ -58,6 +58,7 @@ class AsyncioBinding:
 
     async def wait_transfer(self, transfer: Transfer) -> None:
         if not transfer.is_done:
+            require_current(self)
             transfer.dispatcher.spin(transfer)
         if transfer.is_done:
             await self._yield_now_and_then()
@@ -88,17 +89,20 @@ class AsyncioBinding:
             await asyncio.sleep(0)
 
     async def wait_room(self, dispatcher: Dispatcher) -> None:
-        if dispatcher.has_room:
+        has_waited = False
+        if dispatcher.may_go(has_waited):
             await self._yield_now_and_then()
-        while not dispatcher.has_room:
+        while not dispatcher.may_go(has_waited):
             future = self.loop.create_future()
             wake = _waker(future)
-            dispatcher.add_room_waiter(wake)
+            dispatcher.add_room_waiter(wake, is_first=has_waited)
             try:
                 await future
             except asyncio.CancelledError:
                 dispatcher.remove_room_waiter(wake)
                 raise
+            has_waited = True
+        dispatcher.pass_turn_on()
 
     def _deadline_timer(self, transfer: Transfer) -> asyncio.TimerHandle | None:
         # What waits for its turn outside the engine has nobody else to watch its deadline.

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from aio_kv.errors import ClosedError
+
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
-__all__ = ["BlockingJob", "LoopBinding"]
+__all__ = ["BlockingJob", "LoopBinding", "require_current"]
 
 T = TypeVar("T")
 
@@ -56,6 +58,15 @@ class LoopBinding(Protocol):
 
     async def run_in_thread(self, work: Callable[[], T]) -> tuple[T, BaseException | None]:
         """Run `work` in a new thread and wait for its end through any number of cancellations."""
+
+
+def require_current(binding: LoopBinding) -> None:
+    """Raise `ClosedError` naming both loops unless the caller runs in the one of `binding`."""
+    if not binding.is_current():
+        raise ClosedError(
+            f"the backend belongs to {binding.name} and was called from {binding.describe_current()}: "
+            "open one backend per loop; they may share LayerFiles"
+        )
 
 
 class BlockingJob:

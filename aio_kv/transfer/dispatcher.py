@@ -22,7 +22,7 @@ from aio_kv.engine import Batch, Engine, IoEngine, Kind, Ticket
 from aio_kv.errors import BusyError, ClosedError
 from aio_kv.integers import Int64Array
 from aio_kv.plan import OP_DTYPE, Plan
-from aio_kv.transfer.binding import LoopBinding
+from aio_kv.transfer.binding import LoopBinding, require_current
 from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["Dispatcher", "DispatcherStatistics", "OpDescription"]
@@ -254,6 +254,7 @@ class Dispatcher:
     def cancel(self, transfer: Transfer) -> None:
         """Drop what has not begun; the transfer finishes when what has begun is done."""
         if not transfer.is_done:
+            require_current(self.binding)
             self._counts["cancelled"] += 1
             self._drop(transfer, -errno.ECANCELED)
 
@@ -306,15 +307,24 @@ class Dispatcher:
         """Whether new transfers are refused for good."""
         return self._is_closing
 
-    def add_room_waiter(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called once when there is room for a transfer."""
-        self._room_waiters.append(wake)
+    def may_go(self, has_waited: bool) -> bool:
+        """Whether a caller may start a transfer: there is room, and nobody else is in line for it."""
+        return self.has_room and (has_waited or not self._room_waiters)
+
+    def add_room_waiter(self, wake: Callable[[], None], *, is_first: bool) -> None:
+        """Have `wake` called once when there is room for a transfer. Whoever found it taken again goes first."""
+        self._room_waiters.insert(0 if is_first else len(self._room_waiters), wake)
 
     def remove_room_waiter(self, wake: Callable[[], None]) -> None:
         """Take back `add_room_waiter`; passes an unused turn on to the next in line."""
         if wake in self._room_waiters:
             self._room_waiters.remove(wake)
-        elif self._room_waiters and self.has_room:
+        else:
+            self.pass_turn_on()
+
+    def pass_turn_on(self) -> None:
+        """Have the next in line look as well: whoever has the turn need not use it."""
+        if self._room_waiters and self.has_room:
             self._room_waiters.pop(0)()
 
     def count_unobserved(self, transfer: Transfer) -> None:

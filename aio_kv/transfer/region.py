@@ -7,12 +7,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from aio_kv.engine import Engine, IoEngine, Kind, Ticket
-from aio_kv.errors import LayoutError
+from aio_kv.engine import Engine, Kind, Ticket
+from aio_kv.errors import BusyError, ClosedError, LayoutError
 from aio_kv.memory import HostMemory
-from aio_kv.transfer.binding import LoopBinding
 
 if TYPE_CHECKING:
+    from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["LandingRegion", "RegionTable"]
@@ -54,9 +54,13 @@ class LandingRegion:
         """The transfer is done."""
         self._users.discard(transfer)
         if not self._users:
-            wakes, self._wakes = self._wakes, []
-            for wake in wakes:
-                wake()
+            self.wake_waiters()
+
+    def wake_waiters(self) -> None:
+        """Have everybody who waits for the region look again."""
+        wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            wake()
 
     async def aclose(self) -> None:
         """Wait for the transfers on the region, then have the ring forget it; again does nothing.
@@ -77,9 +81,10 @@ class LandingRegion:
 class RegionTable:
     """The landing regions of one backend."""
 
-    def __init__(self, engine: IoEngine, binding: LoopBinding) -> None:
-        self._engine = engine
-        self._binding = binding
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._engine = dispatcher.engine
+        self._binding = dispatcher.binding
         self.regions: list[LandingRegion] = []
 
     def covering(self, first: int, last: int) -> tuple[LandingRegion, ...]:
@@ -100,7 +105,11 @@ class RegionTable:
                 )
         region = LandingRegion(memory, self)
         self.regions.append(region)  # before the first wait: a second call must see it
-        cancelled = await self._command(region, Kind.REGION_ADD)
+        try:
+            cancelled = await self._command(region, Kind.REGION_ADD)
+        except BaseException:
+            self.regions.remove(region)
+            raise
         if cancelled is not None:
             await self.remove(region)
             raise cancelled
@@ -110,17 +119,30 @@ class RegionTable:
         wakes: list[Callable[[], None]] = []
         rings = self._engine.options.rings if isinstance(self._engine, Engine) else 1
 
+        tickets: list[Ticket] = []
+
         def on_done() -> None:
             while wakes:
                 wakes.pop()()
 
-        tickets: list[Ticket] = [
-            self._engine.submit_region(kind, region.address, region.nbytes, ring=ring, tag=on_done)
-            for ring in range(rings)
-        ]
-        cancelled = await self._binding.wait_until(
+        def is_accepted() -> bool:
+            try:
+                while len(tickets) < rings:
+                    ring = len(tickets)
+                    tickets.append(
+                        self._engine.submit_region(
+                            kind, region.address, region.nbytes, ring=ring, tag=on_done
+                        )
+                    )
+            except BusyError:  # it holds as many batches as it may: one more fits after a drain
+                return False
+            return True
+
+        first = await self._binding.wait_until(is_accepted, self._dispatcher.on_drain, None)
+        again = await self._binding.wait_until(
             lambda: all(ticket.is_done for ticket in tickets), wakes.append, None
         )
+        cancelled = first or again
         if kind is Kind.REGION_ADD:
             region.refusal = next((-ticket.status for ticket in tickets if ticket.status), 0)
             region.is_registered = region.refusal == 0
@@ -133,14 +155,19 @@ class RegionTable:
         cancelled = await self._binding.wait_until(lambda: not region._users, region._wakes.append, None)
         if region in self.regions:
             self.regions.remove(region)
-            if not self._engine.is_closed and not self._engine.is_stopped:
-                again = await self._forget(region)
-                cancelled = cancelled or again
-        region._memory = None
+            again = await self._forget(region)
+            region._memory = None
+            region.wake_waiters()
+        else:  # somebody else is about to end it: the memory is the caller's when that is over
+            again = await self._binding.wait_until(lambda: region.is_closed, region._wakes.append, None)
+        cancelled = cancelled or again
         if cancelled is not None:
             raise cancelled
 
     async def _forget(self, region: LandingRegion) -> BaseException | None:
-        if region.refusal in (errno.EOPNOTSUPP,) and not region.is_registered:
+        if region.refusal == errno.EOPNOTSUPP:
             return None  # no ring ever knew it
-        return await self._command(region, Kind.REGION_REMOVE)
+        try:
+            return await self._command(region, Kind.REGION_REMOVE)
+        except ClosedError:
+            return None  # the rings end, and all that they know with them

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from aio_kv.transfer.binding import BlockingJob
+from aio_kv.transfer.binding import BlockingJob, require_current
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
@@ -68,6 +68,7 @@ class TrioBinding:
 
     async def wait_transfer(self, transfer: Transfer) -> None:
         if not transfer.is_done:
+            require_current(self)
             transfer.dispatcher.spin(transfer)
         if transfer.is_done:
             await trio.lowlevel.checkpoint()
@@ -91,15 +92,18 @@ class TrioBinding:
 
     async def wait_room(self, dispatcher: Dispatcher) -> None:
         await trio.lowlevel.checkpoint()
-        while not dispatcher.has_room:
+        has_waited = False
+        while not dispatcher.may_go(has_waited):
             event = trio.Event()
             wake = event.set
-            dispatcher.add_room_waiter(wake)
+            dispatcher.add_room_waiter(wake, is_first=has_waited)
             try:
                 await event.wait()
             except trio.Cancelled:
                 dispatcher.remove_room_waiter(wake)
                 raise
+            has_waited = True
+        dispatcher.pass_turn_on()
 
     async def wait_until(
         self,

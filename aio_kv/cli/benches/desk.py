@@ -17,7 +17,7 @@ from aio_kv.cli.heartbeat import heartbeat, idle_lag, lag_of
 __all__ = ["IDLE", "Desk", "name_of"]
 
 IDLE = "idle"
-_LAG_SHARE = 0.5
+_LAG_SHARE = 0.4
 
 
 class Desk:
