@@ -22,7 +22,8 @@ pytest.importorskip("resource", reason="the benchmark compares Linux interfaces"
 from rich.console import Console
 
 from aio_kv import GroupLayout, LayerFiles, LayoutError, UnavailableError, open_backend
-from aio_kv.cli.benches.backend_runs import BackendRun, pieces_of
+from aio_kv.blockdevice import BlockDevice, block_device_of
+from aio_kv.cli.benches.backend_runs import BackendRun
 from aio_kv.cli.benches.desk import name_of
 from aio_kv.cli.benches.fio import FioRun, run_fio, why_no_fio
 from aio_kv.cli.benches.measure import Sample, alternating
@@ -30,7 +31,16 @@ from aio_kv.cli.benches.results import Report, Rounds, Row
 from aio_kv.cli.benches.settings import DiskSettings, parse_settings
 from aio_kv.cli.benches.tables import print_report
 from aio_kv.cli.benches.thread_pool import PoolRun
-from aio_kv.cli.benches.workload import Batch, Shape, Workload, draw_batches, fill, layout_of, shape_of
+from aio_kv.cli.benches.workload import (
+    Batch,
+    Shape,
+    Workload,
+    draw_batches,
+    fill,
+    layout_of,
+    pieces_of,
+    shape_of,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "aio_kv", "bench", "disk"]
@@ -194,11 +204,19 @@ def test_a_wrong_option_is_named(options: dict[str, str], complaint: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_wrong_option_is_one_line_and_status_2(tmp_path: Path) -> None:
-    done = run_bench("--dir", str(tmp_path), "--pairs", "many")
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--dir", ".", "--pairs", "many"), "--pairs is 'many'"),
+        # Nobody can make a directory there, not even the superuser.
+        (("--dir", "/proc"), "--dir takes a writable directory"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_status_2(options: tuple[str, ...], complaint: str) -> None:
+    done = run_bench(*options)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert "--pairs is 'many'" in line
+    assert complaint in line
 
 
 def test_a_loop_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,12 +261,24 @@ def test_contenders_share_a_window_of_memory(block: int) -> None:
 def test_apart_every_request_is_its_own_io(tmp_path: Path, block: int) -> None:
     async def drive() -> Sample:
         async with open_backend(tmp_path / "kv", layout_of(block, 16 << 20)) as kv:
-            workload = Workload(kv.layout, shape=Shape(batch=4, in_flight=2, depth=8))
+            device = block_device_of(tmp_path)
+            workload = Workload(kv.layout, device=device, shape=Shape(batch=4, in_flight=2, depth=8))
             return await BackendRun("ours", kv, workload).drive_batches(6)
 
     ran = asyncio.run(drive())
     assert (ran.requests, ran.nbytes) == (24, 24 * block)
-    assert pieces_of(block) == (2 if block == 1 << 20 else 1)
+
+
+def test_a_device_that_takes_less_is_asked_for_less() -> None:
+    small = BlockDevice(
+        "disk", request_nbytes_max=130_000, requests_max=64, is_raid=False, is_rotational=False
+    )
+    silent = BlockDevice("", request_nbytes_max=None, requests_max=None, is_raid=False, is_rotational=False)
+    assert (pieces_of(1 << 20), pieces_of(1 << 20, silent), pieces_of(1 << 20, small)) == (2, 2, 9)
+    assert (pieces_of(4096), pieces_of(4096, small)) == (1, 1)
+    depths = [shape_of(block, small).depth for block in (4096, 65536, 1 << 20)]
+    assert depths == [64, 48, 8]
+    assert shape_of(4096, silent) == shape_of(4096)
 
 
 def test_side_by_side_the_count_of_ios_gives_it_away(files: LayerFiles) -> None:

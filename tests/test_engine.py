@@ -121,7 +121,7 @@ def test_a_drain_elsewhere_does_not_strand_a_waiter(engine: AnyEngine) -> None:
         try:
             for _ in range(150):
                 load = Load(1)
-                assert engine.wait(engine.submit(load.batch()), 30), "stranded"
+                assert engine.wait(engine.submit(load.batch()), 10), "stranded"
                 load.check()
         finally:
             waiting.pop()

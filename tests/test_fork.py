@@ -102,6 +102,24 @@ def test_every_use_in_the_child_is_a_closed_error(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", ENGINES)
+def test_waiting_in_the_child_does_not_wait(tmp_path: Path, kind: str) -> None:
+    """What the parent has drained nobody will ever tell the child."""
+    gate, opener = os.pipe()
+    with engine_on(kind, tmp_path) as engine:
+        ticket = engine.submit(Load(4).batch())
+
+        def child() -> None:
+            os.close(opener)
+            os.read(gate, 1)
+            with pytest.raises(ClosedError):
+                engine.wait(ticket)
+
+        with living_child(child), os.fdopen(opener, "w"):
+            assert engine.wait(ticket, 20)
+    os.close(gate)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
 def test_fork_while_other_threads_hold_the_engine(tmp_path: Path, kind: str) -> None:
     """The child has neither the threads nor what they hold: a lock that one of them had stays taken there."""
     with engine_on(kind, tmp_path) as engine:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 import pytest
-from backends import make_backend
+from backends import SMALL, make_backend
 from loops import every_loop
 from slow_devices import (
     PADDED,
@@ -24,7 +25,7 @@ from slow_devices import (
     unaligned,
 )
 
-from aio_kv import LayerFiles, Outcome, Read, Scatter, UringBackend, Write
+from aio_kv import BusyError, LayerFiles, Outcome, Read, Scatter, ThreadedBackend, UringBackend, Write
 from aio_kv.engine import Fault, FaultAction, Kind, has_extension, native
 
 IDS = np.arange(0, 64, 3)
@@ -67,6 +68,26 @@ async def test_memory_lives_as_long_as_the_transfer(call: str, kind: str, tmp_pa
         await transfer
         gc.collect()
         assert memory() is None
+
+
+@every_loop
+async def test_memory_lives_before_the_engine_has_it() -> None:
+    """Held behind another transfer, or waiting for room in the engine, nobody but the transfer keeps it."""
+    async with memory_backend(PADDED, max_requests=1) as backend:
+        backend.pause()
+        backend.write_groups([1], bytes(105))
+        held, queued = Holder(105), Holder(105)
+        memories = [weakref.ref(holder.memory) for holder in (held, queued)]
+        transfers = [backend.read_groups([1], held), backend.read_groups([2], queued)]
+        assert transfers[0].is_held
+        del held, queued
+        gc.collect()
+        assert all(memory() is not None for memory in memories)
+        backend.resume()
+        for transfer in transfers:
+            await transfer
+        gc.collect()
+        assert all(memory() is None for memory in memories)
 
 
 @every_loop
@@ -176,6 +197,23 @@ async def test_the_native_engine_leaks_rather_than_free(
     assert engine.close(5.0)  # waits for the device, which answers in the end
     gc.collect()
     assert memory() is None
+
+
+@every_loop
+@pytest.mark.skipif(not has_extension(), reason="the compiled extension is not installed")
+async def test_files_stay_open_under_a_device_that_does_not_answer(tmp_path: Path) -> None:
+    """The device may still work on their descriptors: they and their lock are leaked with the engine."""
+    fault = Fault(FaultAction.DELAY, 120_000, kind=Kind.READ)
+    options = replace(SMALL, drain_timeout=0.03, faults=(fault,))
+    async with ThreadedBackend(tmp_path / "kv", PADDED, create=True, options=options) as backend:
+        files = backend.files
+        backend.read_groups([7], bytearray(105))
+        await has_begun(backend)
+    assert not files.closed
+    with pytest.raises(BusyError):
+        LayerFiles(tmp_path / "kv", PADDED)
+    assert native._leaked.pop().close(5.0)
+    files.close()
 
 
 @every_loop

@@ -25,7 +25,7 @@ from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout
 from aio_kv.memory import HostMemory, host_address, is_device_memory
 from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one
-from aio_kv.protocols import Priority, Read, Scatter, Write
+from aio_kv.protocols import Priority, Read, Scatter, Write, check_count, limited
 from aio_kv.transfer import LandingRegion, LoopBinding, Transfer, current_binding
 from aio_kv.transfer.dispatcher import DispatcherStatistics
 
@@ -245,6 +245,7 @@ class EngineBackend:
     ) -> Transfer:
         session = self._require_session()
         layout = self._layout
+        check_count(group_ids, what="group_ids")
         ids = layout.check_ids(group_ids)
         count = len(ids)
         is_scatter = isinstance(place, Scatter)
@@ -283,7 +284,7 @@ class EngineBackend:
         wanted = Read if kind is Kind.READ else Write
         ids: list[int] = []
         memories: list[HostMemory] = []
-        for index, request in enumerate(requests):
+        for index, request in enumerate(limited(requests)):
             if not isinstance(request, wanted):
                 raise LayoutError(f"requests[{index}] is {request!r}: must be a {wanted.__name__}")
             ids.append(self._layout.group_id(request.key))

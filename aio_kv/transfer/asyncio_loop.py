@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from aio_kv.transfer.binding import BlockingJob, require_current
+from aio_kv.transfer.binding import BlockingJob, foreign_loop, require_current
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
@@ -42,7 +42,7 @@ class AsyncioBinding:
 
     def describe_current(self) -> str:
         loop = asyncio._get_running_loop()
-        return "no event loop" if loop is None else f"asyncio loop {id(loop):#x}"
+        return foreign_loop() if loop is None else f"asyncio loop {id(loop):#x}"
 
     def time(self) -> float:
         return self.loop.time()
@@ -89,20 +89,16 @@ class AsyncioBinding:
             await asyncio.sleep(0)
 
     async def wait_room(self, dispatcher: Dispatcher) -> None:
-        has_waited = False
-        if dispatcher.may_go(has_waited):
+        turn = object()
+        if dispatcher.may_go(turn):
             await self._yield_now_and_then()
-        while not dispatcher.may_go(has_waited):
-            future = self.loop.create_future()
-            wake = _waker(future)
-            dispatcher.add_room_waiter(wake, is_first=has_waited)
-            try:
+        try:
+            while not dispatcher.may_go(turn):
+                future = self.loop.create_future()
+                dispatcher.wait_in_line(turn, _waker(future))
                 await future
-            except asyncio.CancelledError:
-                dispatcher.remove_room_waiter(wake)
-                raise
-            has_waited = True
-        dispatcher.pass_turn_on()
+        finally:
+            dispatcher.leave_line(turn)
 
     def _deadline_timer(self, transfer: Transfer) -> asyncio.TimerHandle | None:
         # What waits for its turn outside the engine has nobody else to watch its deadline.

@@ -6,13 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import sniffio
+
 from aio_kv.errors import ClosedError
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
-__all__ = ["BlockingJob", "LoopBinding", "require_current"]
+__all__ = ["BlockingJob", "LoopBinding", "foreign_loop", "require_current"]
 
 T = TypeVar("T")
 
@@ -58,6 +60,14 @@ class LoopBinding(Protocol):
 
     async def run_in_thread(self, work: Callable[[], T]) -> tuple[T, BaseException | None]:
         """Run `work` in a new thread and wait for its end through any number of cancellations."""
+
+
+def foreign_loop() -> str:
+    """Name what runs here, for a binding that does not know it."""
+    try:
+        return f"a loop of {sniffio.current_async_library()}"
+    except sniffio.AsyncLibraryNotFoundError:
+        return "no event loop"
 
 
 def require_current(binding: LoopBinding) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from aio_kv.transfer.binding import BlockingJob, require_current
+from aio_kv.transfer.binding import BlockingJob, foreign_loop, require_current
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
@@ -39,7 +39,7 @@ class TrioBinding:
         try:
             return f"trio run {id(trio.lowlevel.current_trio_token()):#x}"
         except RuntimeError:
-            return "no event loop"
+            return foreign_loop()
 
     def time(self) -> float:
         return trio.current_time()
@@ -92,18 +92,14 @@ class TrioBinding:
 
     async def wait_room(self, dispatcher: Dispatcher) -> None:
         await trio.lowlevel.checkpoint()
-        has_waited = False
-        while not dispatcher.may_go(has_waited):
-            event = trio.Event()
-            wake = event.set
-            dispatcher.add_room_waiter(wake, is_first=has_waited)
-            try:
+        turn = object()
+        try:
+            while not dispatcher.may_go(turn):
+                event = trio.Event()
+                dispatcher.wait_in_line(turn, event.set)
                 await event.wait()
-            except trio.Cancelled:
-                dispatcher.remove_room_waiter(wake)
-                raise
-            has_waited = True
-        dispatcher.pass_turn_on()
+        finally:
+            dispatcher.leave_line(turn)
 
     async def wait_until(
         self,

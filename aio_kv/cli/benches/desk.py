@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from rich.progress import Progress
 
+from aio_kv.blockdevice import block_device_of
 from aio_kv.cli.benches.measure import Contender, alternating
 from aio_kv.cli.benches.results import Report, Rounds
 from aio_kv.cli.benches.settings import DiskSettings
@@ -26,6 +27,7 @@ class Desk:
     def __init__(self, settings: DiskSettings, scratch: str, progress: Progress) -> None:
         self.settings = settings
         self.report = Report()
+        self.device = block_device_of(scratch)
         self.has_fio = False
         self._scratch = scratch
         self._progress = progress
