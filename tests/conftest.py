@@ -30,6 +30,11 @@ def pytest_asyncio_loop_factories(
     return LOOP_FACTORIES
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the model's tests last: a gigabyte of weights in the process changes what forks and memory maps look like."""
+    items.sort(key=lambda item: item.get_closest_marker("model") is not None)
+
+
 @pytest.fixture
 def expected_loop(request: pytest.FixtureRequest) -> str:
     """The loop that this version of a test was collected for; the test compares it with the one that runs."""

@@ -89,8 +89,9 @@ async def has_begun(backend: EngineBackend, ops: int = 1) -> None:
 
 
 def memory_backend(layout: GroupLayout, scheduler: Scheduler | None = None, **changes: Any) -> MemoryBackend:
-    """A `MemoryBackend` with small bounds."""
-    return MemoryBackend(layout, scheduler=scheduler, options=replace(SMALL, **changes))
+    """A `MemoryBackend` with small bounds. A test that fails while it is paused must not wait long for its close."""
+    options = replace(SMALL, **{"drain_timeout": 1.0, **changes})
+    return MemoryBackend(layout, scheduler=scheduler, options=options)
 
 
 def unaligned(layout: GroupLayout, groups: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
