@@ -79,7 +79,8 @@ async def test_while_held_behind_another(kind: str, tmp_path: Path) -> None:
         target = unaligned(PADDED, len(IDS))
         transfer = backend.read_groups(IDS, target, deadline=anyio.current_time() + SOON)
         assert transfer.is_held
-        report = await transfer.outcome()
+        with anyio.fail_after(5):
+            report = await transfer.outcome()
         assert not write.is_done
         assert set(report.outcomes) == {Outcome.LATE}
         if kind == "memory":

@@ -14,7 +14,7 @@ from backends import make_backend
 from loops import every_loop
 from slow_devices import PADDED, SLOW_KINDS, WHOLE, filled, slow_backend
 
-from aio_kv import LandingRegion, LayoutError, allocate_host
+from aio_kv import BusyError, LandingRegion, LayoutError, allocate_host
 from aio_kv.engine import Kind, has_extension
 from aio_kv.memory import DeviceMemory
 from aio_kv.positional import aligned_buffer
@@ -130,6 +130,26 @@ async def test_a_refused_call_does_not_count(kind: str, memory: memoryview, tmp_
             backend.read_groups(IDS, memory, priority=3)  # type: ignore[arg-type]
         with anyio.fail_after(5):
             await region.aclose()
+
+
+@every_loop
+@slow_kinds
+async def test_a_call_that_finds_no_room_does_not_count(
+    kind: str, memory: memoryview, tmp_path: Path
+) -> None:
+    async with slow_backend(kind, tmp_path, WHOLE, max_transfers=1) as backend:
+        region = await backend.register_landing_region(memory)
+        transfer = backend.read_groups([1], aligned_buffer(4096))
+        for call in (
+            lambda: backend.read_groups(IDS, memory),
+            lambda: backend.read_groups([1], memory[:4096]),
+        ):
+            with pytest.raises(BusyError):
+                call()
+        assert not region._users
+        await region.aclose()
+        assert not transfer.is_done
+        await transfer
 
 
 @every_loop

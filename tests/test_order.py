@@ -276,6 +276,43 @@ async def test_cancelling_a_transfer_that_is_fed_in_part() -> None:
 
 
 @every_loop
+async def test_a_small_transfer_does_not_pass_a_large_one() -> None:
+    """There is room in the engine for the one behind, but not for the one in front: the line is kept."""
+    recorder = Recorder(PADDED)
+    async with memory_backend(PADDED, recorder, queue_depth=1, max_requests=5) as backend:
+        backend.pause()
+        transfers = [
+            backend.read_groups(ids, bytearray(len(ids) * 105)) for ids in ([1, 3, 5], [11, 13, 15, 17], [31])
+        ]
+        backend.resume()
+        for transfer in transfers:
+            await transfer
+        assert [group for _, group in recorder.landed] == [1, 3, 5, 11, 13, 15, 17, 31]
+
+
+@every_loop
+async def test_a_sync_is_not_given_to_the_device_before_the_writes() -> None:
+    """A device that answers the last order first must have no chance to sync what has not been written."""
+
+    class LastFirst(Recorder):
+        def choose(self, in_flight: int) -> int:
+            return in_flight - 1
+
+    recorder = LastFirst(PADDED)
+    async with memory_backend(PADDED, recorder) as backend:
+        backend.pause()
+        writes = [backend.write_groups([group], bytearray(105)) for group in (1, 3)]
+        async with anyio.create_task_group() as group:
+            group.start_soon(backend.flush)
+            for _ in range(5):
+                await anyio.lowlevel.checkpoint()
+            backend.resume()
+        assert [kind for kind, _ in recorder.landed] == [Kind.WRITE, Kind.WRITE, Kind.SYNC]
+        for write in writes:
+            await write
+
+
+@every_loop
 async def test_flush_waits_for_writes_and_for_nothing_else() -> None:
     async with memory_backend(PADDED) as backend:
         await filled(backend)

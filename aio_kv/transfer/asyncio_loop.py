@@ -2,7 +2,7 @@
 
 Cancellation. A task may be cancelled natively any number of times, and no shield of a cancel scope survives
 `task.cancel()`. So a wait catches every `CancelledError`, asks the transfer to drop what it can, goes on waiting until
-its memory is free, and raises the first one again. anyio scopes cancel again in every turn of the loop; the shield
+its memory is free, and raises once. anyio scopes cancel again in every turn of the loop; the shield
 around the rest of the wait keeps them from doing so in vain.
 """
 
@@ -68,17 +68,21 @@ class AsyncioBinding:
         future = self.loop.create_future()
         transfer.add_waiter(_waker(future))
         transfer.interest += 1
+        first: BaseException | None = None
         try:
             await future
-        except asyncio.CancelledError:
-            transfer.interest -= 1
-            if transfer.interest == 0:  # else somebody still wants it: only wait
-                transfer.cancel()
-            await self.wait_until(lambda: transfer.is_done, transfer.add_waiter, self.drain_timeout)
-            raise
+        except asyncio.CancelledError as error:
+            first = error
         finally:
             if timer is not None:
                 timer.cancel()
+        if first is not None:
+            transfer.interest -= 1
+            if transfer.interest == 0:  # else somebody still wants it: only wait
+                transfer.cancel()
+            native = await self.wait_until(lambda: transfer.is_done, transfer.add_waiter, self.drain_timeout)
+            # The first may be a cancel scope's, which would keep it, and all that is raised in its context, to itself.
+            raise native or first
 
     async def _yield_now_and_then(self) -> None:
         # An await that has nothing to wait for must not let a loop over it starve the others; a turn of the event loop

@@ -23,7 +23,7 @@ static int check_op(const struct akv_reactor *r, const struct akv_batch *b, cons
     if (op->file_offset > (uint64_t)INT64_MAX - op->nbytes || op->file_offset % options->offset_alignment ||
         op->nbytes % options->offset_alignment)
         return -EINVAL;
-    return akv_copy_check(b, op);
+    return akv_copy_check(b, op, options->memory_alignment);
 }
 
 bool akv_flight_can_start(struct akv_reactor *r, const akv_op *op, uint32_t lane)
