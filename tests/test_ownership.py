@@ -26,7 +26,20 @@ from slow_devices import (
 )
 
 from aio_kv import BusyError, LayerFiles, Outcome, Read, Scatter, ThreadedBackend, UringBackend, Write
-from aio_kv.engine import Fault, FaultAction, Kind, has_extension, native
+from aio_kv.engine import (
+    Batch,
+    Engine,
+    Fault,
+    FaultAction,
+    IoEngine,
+    Kind,
+    PythonEngine,
+    has_extension,
+    native,
+)
+from aio_kv.plan import OP_DTYPE, RESULT_DTYPE, IoLimits
+from aio_kv.testing import MemoryFiles, Scheduler
+from aio_kv.testing.memory_engine import MemoryEngine
 
 IDS = np.arange(0, 64, 3)
 slow_kinds = pytest.mark.parametrize("kind", SLOW_KINDS)
@@ -88,6 +101,45 @@ async def test_memory_lives_before_the_engine_has_it() -> None:
             await transfer
         gc.collect()
         assert all(memory() is None for memory in memories)
+
+
+@pytest.mark.parametrize("kind", ["uring", "threads", "python", "memory"])
+def test_an_engine_keeps_what_its_batch_names(kind: str, tmp_path: Path) -> None:
+    """Without a transfer above it, the ticket is what keeps memory alive, until it is done and no longer."""
+    engine, files = bare_engine(kind, tmp_path)
+    try:
+        holder = Holder(4096)
+        memory = weakref.ref(holder.memory)
+        ops, results = np.zeros(1, OP_DTYPE), np.zeros(1, RESULT_DTYPE)
+        ops["address"], ops["nbytes"] = holder.data_ptr(), 4096
+        ticket = engine.submit(Batch(Kind.READ, ops, 1, results, owner=holder))
+        del holder, ops, results
+        gc.collect()
+        assert memory() is not None
+        assert engine.wait(ticket, 5.0)
+        gc.collect()
+        assert memory() is None
+    finally:
+        engine.close()
+        if isinstance(files, LayerFiles):
+            files.close()
+
+
+def bare_engine(kind: str, folder: Path) -> tuple[IoEngine, object]:
+    """An engine of one kind, on files without direct I/O, that takes a moment for each read if it can."""
+    if kind == "memory":
+        memory_files = MemoryFiles(WHOLE)
+        return MemoryEngine(
+            memory_files, IoLimits(1, 1, SMALL.op_nbytes_max), SMALL, Scheduler()
+        ), memory_files
+    if kind != "python" and not has_extension():
+        pytest.skip("the compiled extension is not installed")
+    files = LayerFiles(folder / "kv", WHOLE, create=True)
+    limits = IoLimits(1, 1, SMALL.op_nbytes_max)
+    if kind == "python":
+        return PythonEngine(files.fds(False), limits, SMALL), files
+    options = replace(SMALL, faults=(Fault(FaultAction.DELAY, 20_000),))
+    return Engine(files.fds(False), limits, options, uring=kind == "uring"), files
 
 
 @every_loop

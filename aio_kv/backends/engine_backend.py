@@ -353,7 +353,9 @@ class EngineBackend:
         if count == 0:
             return self._hand_over(session, kind, _EMPTY_PLAN, ids, 0, 0, 0, owner, deadline, priority)
         plan = plan_groups(self._layout, ids, addresses, session.limits, is_write=kind is Kind.WRITE)
-        first, last = int(addresses.min()), int(addresses.max())
+        first = last = 0
+        if session.table.regions:  # only they want to know where the memory is
+            first, last = int(addresses.min()), int(addresses.max())
         return self._hand_over(session, kind, plan, ids, count, first, last, owner, deadline, priority)
 
     def _hand_over(
