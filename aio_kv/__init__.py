@@ -15,6 +15,7 @@ The layers, lowest first; imports go down only:
 from aio_kv.backends.engine_backend import EngineBackend, ThreadedBackend, UringBackend
 from aio_kv.backends.posix import PosixBackend
 from aio_kv.backends.statistics import Statistics
+from aio_kv.direct import DirectAlignment
 from aio_kv.engine.native import allocate_host
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import (
@@ -31,7 +32,6 @@ from aio_kv.errors import (
     TransferError,
     UnavailableError,
 )
-from aio_kv.direct import DirectAlignment
 from aio_kv.files import LayerFiles
 from aio_kv.layout import GroupKey, GroupLayout, KvKind
 from aio_kv.models import NAMED_LAYOUTS, ModelShape, named_layout

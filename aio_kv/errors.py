@@ -94,8 +94,8 @@ class BusyError(AioKvError):
 class UnavailableError(AioKvError):
     """An ability is missing on this machine.
 
-    `reason` is the message alone, `hint` says what would provide it; `error_number` and `step` are the errno and the step at which the system
-    refused. Each is None where there is none.
+    `reason` is the message alone, `hint` says what would provide it; `error_number` and `step` are the errno and the
+    step at which the system refused. Each but `reason` is None where there is none.
     """
 
     def __init__(

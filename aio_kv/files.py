@@ -186,9 +186,8 @@ class LayerFiles:
         while self._lock_fds:
             fd = self._lock_fds.pop()
             if fcntl is not None and os.getpid() == self._pid:
-                fcntl.flock(
-                    fd, fcntl.LOCK_UN
-                )  # a forked child has the descriptor too, and the lock would live on
+                # A forked child has the descriptor too, and with it the lock would live on.
+                fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def __enter__(self) -> LayerFiles:

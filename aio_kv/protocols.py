@@ -6,15 +6,31 @@ The protocols name what callers may rely on. Types of higher layers (transfers, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
+from aio_kv.errors import LayoutError
 from aio_kv.integers import INT64_MAX, Int64Array, check_integers
 from aio_kv.layout import GroupKey, GroupLayout
 
-__all__ = ["AsyncStorageBackend", "Priority", "Read", "Scatter", "StorageBackend", "Write"]
+__all__ = [
+    "AsyncStorageBackend",
+    "Priority",
+    "Read",
+    "Scatter",
+    "StorageBackend",
+    "Write",
+    "check_count",
+    "limited",
+]
+
+# How much one call may ask for: all of it is checked and planned before the call returns, in memory that grows with it.
+GROUPS_PER_CALL_MAX: Final = 1 << 24
+REQUESTS_PER_CALL_MAX: Final = 1 << 20
+
+T = TypeVar("T")
 
 
 class Priority(IntEnum):
@@ -61,8 +77,37 @@ class Scatter:
     offsets: Int64Array
 
     def __post_init__(self) -> None:
+        check_count(self.offsets, what="Scatter.offsets")
         checked = check_integers(self.offsets, what="Scatter.offsets", limit=INT64_MAX)
         object.__setattr__(self, "offsets", checked)
+
+
+def check_count(values: object, *, what: str) -> None:
+    """Raise `LayoutError` for more values than one call may have, before anything is done with them.
+
+    A few bytes can stand for billions of values (a range, an array that repeats one element). What has no length is
+    left to those who look at the values.
+    """
+    try:
+        count = len(values)  # type: ignore[arg-type]
+    except TypeError:
+        return
+    except OverflowError:  # a range longer than any sequence can be
+        count = INT64_MAX
+    if count > GROUPS_PER_CALL_MAX:
+        raise LayoutError(
+            f"{what} holds {count} values: at most {GROUPS_PER_CALL_MAX} in one call; split it up"
+        )
+
+
+def limited(requests: Iterable[T]) -> Iterator[T]:
+    """Hand on what one call may have of `requests`, which need not end by themselves; then raise `LayoutError`."""
+    for index, request in enumerate(requests):
+        if index == REQUESTS_PER_CALL_MAX:
+            raise LayoutError(
+                f"requests: at most {REQUESTS_PER_CALL_MAX} in one call; read_groups and write_groups take more"
+            )
+        yield request
 
 
 @runtime_checkable

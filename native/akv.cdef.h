@@ -225,7 +225,8 @@ int64_t akv_engine_watch(akv_engine *engine, uint32_t ring, void *event);
 int64_t akv_engine_region(akv_engine *engine, uint32_t ring, uint32_t kind, uint64_t address, uint64_t nbytes,
                           uint64_t device_address);
 int akv_engine_drain(akv_engine *engine, akv_completion *out, uint32_t max);
-/* Spins until something can be drained (1) or `microseconds` have passed (0). */
+/* Spins until something can be drained (1) or `microseconds` have passed (0). After a 1 the caller has to drain: the
+ * descriptor may not have been told. */
 int akv_engine_poll(akv_engine *engine, uint32_t microseconds);
 int akv_engine_cancel(akv_engine *engine, int64_t ticket);
 int akv_engine_stop(akv_engine *engine);

@@ -1,4 +1,4 @@
-"""Every Python block in the README and in docs/ runs; the blocks of one page run one after the other, as one program."""
+"""Every Python block in the README and in docs/ runs; the blocks of one page run in turn, as one program."""
 
 from __future__ import annotations
 

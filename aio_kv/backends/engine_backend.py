@@ -26,7 +26,7 @@ from aio_kv.integers import Int64Array, check_integers
 from aio_kv.layout import GroupLayout
 from aio_kv.memory import DeviceMemory, HostMemory, host_address, is_device_memory
 from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one, plan_pinned
-from aio_kv.protocols import Priority, Read, Scatter, Write
+from aio_kv.protocols import Priority, Read, Scatter, Write, check_count, limited
 from aio_kv.transfer import LandingRegion, LoopBinding, Transfer, current_binding
 from aio_kv.transfer.dispatcher import DispatcherStatistics
 
@@ -71,6 +71,7 @@ class EngineBackend:
         self._plan = SessionPlan(path_or_files, layout, device, create, check_options(options), self._choice)
         self._layout = layout
         self._session: Session | None = None
+        self._closing: Session | None = None
         self._has_begun = False
         self._last_statistics: Statistics | None = None
 
@@ -102,11 +103,16 @@ class EngineBackend:
         """
         session = self._session
         if session is None:
+            if self._closing is not None:
+                await self._closing.wait_closed()
             return
         session.check_loop()
-        self._session = None
+        self._session, self._closing = None, session
         self._last_statistics = session.statistics(type(self).__name__)
-        self._last_statistics = await session.close(type(self).__name__)
+        try:
+            self._last_statistics = await session.close(type(self).__name__)
+        finally:
+            self._closing = None
 
     @property
     def layout(self) -> GroupLayout:
@@ -240,6 +246,7 @@ class EngineBackend:
     ) -> Transfer:
         session = self._require_session()
         layout = self._layout
+        check_count(group_ids, what="group_ids")
         ids = layout.check_ids(group_ids)
         memory, addresses = self._addresses(session, kind, place, len(ids), stream)
         # The caller may change its array at once, and the order check needs it later: a copy.
@@ -286,7 +293,7 @@ class EngineBackend:
         wanted = Read if kind is Kind.READ else Write
         ids: list[int] = []
         memories: list[HostMemory | DeviceMemory] = []
-        for index, request in enumerate(requests):
+        for index, request in enumerate(limited(requests)):
             if not isinstance(request, wanted):
                 raise LayoutError(f"requests[{index}] is {request!r}: must be a {wanted.__name__}")
             ids.append(self._layout.group_id(request.key))
@@ -369,6 +376,7 @@ class EngineBackend:
             plan = plan_groups(
                 self._layout, ids, addresses, session.limits, is_write=is_write, is_device=is_device
             )
+        if count and session.table.regions:  # only they want to know where the memory is
             first, last = int(addresses.min()), int(addresses.max())
         transfer = self._make(session, kind, plan, ids, count, owner, deadline, priority)
         if is_device:
@@ -425,7 +433,7 @@ class EngineBackend:
             raise LayoutError(
                 f"deadline is {deadline!r}: must be a time on the clock of anyio.current_time()"
             )
-        left = min(deadline - session.binding.time(), 1e9)
+        left = min(max(deadline - session.binding.time(), -1e9), 1e9)  # infinities are deadlines too
         return max(1, time.monotonic_ns() + int(left * 1e9))
 
     async def register_landing_region(self, memory: Any) -> LandingRegion:
@@ -515,10 +523,7 @@ class EngineBackend:
     async def wait_ready(self) -> None:
         """Wait until there is room for one more transfer. Several waiters are woken one by one."""
         session = self._require_session()
-        dispatcher = session.dispatcher
-        await session.binding.wait_cancellably(
-            lambda: dispatcher.has_room, dispatcher.add_room_waiter, dispatcher.remove_room_waiter
-        )
+        await session.binding.wait_room(session.dispatcher)
         self._require_session()
 
     async def flush(self) -> None:

@@ -24,7 +24,7 @@ from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupKey, GroupLayout
 from aio_kv.memory import DeviceMemory, device_memory, host_view, is_device_memory
 from aio_kv.positional import aligned_buffer, read_exactly, write_all
-from aio_kv.protocols import Read, Scatter
+from aio_kv.protocols import Read, Scatter, check_count, limited
 
 __all__ = ["CopyToDevice", "PosixBackend"]
 
@@ -123,7 +123,7 @@ class PosixBackend:
         read fails (earlier requests have then been delivered), `UnavailableError` for device memory without
         `copy`.
         """
-        checked = [self._check_read(request) for request in requests]
+        checked = [self._check_read(request) for request in limited(requests)]
         with self._lock:
             self._require_open()
             for group_id, target in checked:
@@ -134,6 +134,7 @@ class PosixBackend:
 
         Raises as `read` does.
         """
+        check_count(group_ids, what="group_ids")
         ids = self._layout.check_ids(group_ids)
         memory = into.memory if isinstance(into, Scatter) else into
         target = self._check_target(memory, "Scatter.memory" if isinstance(into, Scatter) else "into")
@@ -169,6 +170,7 @@ class PosixBackend:
 
         A group given twice is a `LayoutError`; otherwise raises as `write_from_host` does.
         """
+        check_count(group_ids, what="group_ids")
         ids = self._layout.check_ids(group_ids)
         _check_unique(ids)
         view = host_view(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from aio_kv.layout import GroupLayout
 from aio_kv.plan import OP_DTYPE, Placement, Plan
 from aio_kv.protocols import Priority
 from aio_kv.transfer import Dispatcher, LoopBinding, Transfer
+from aio_kv.transfer.binding import require_current
 from aio_kv.transfer.region import RegionTable
 
 __all__ = ["PathLike", "Session", "SessionPlan", "check_options"]
@@ -83,7 +84,9 @@ class Session:
         self.device = device
         self.limits = opened.limits
         self.dispatcher = Dispatcher(opened.engine, binding, path_of=files.path_of)
-        self.table = RegionTable(opened.engine, binding, device.pin if device is not None else None)
+        self.table = RegionTable(self.dispatcher, device.pin if device is not None else None)
+        self._is_closed = False
+        self._close_waiters: list[Callable[[], None]] = []
         self._writes = 0
         self._unsynced: dict[int, int] = {}  # layer: number of its last write that no sync has covered
         self._failed_write: str | None = None
@@ -140,17 +143,25 @@ class Session:
             # After a fault what was queued may still run: then the kernels stay loaded and the context is kept.
             if self.device is not None and not statistics.engine.device_error:
                 self.device.close()
+        self._is_closed = True
+        for wake in self._close_waiters:
+            wake()
         if cancelled is not None:
             raise cancelled
         return statistics
 
+    async def wait_closed(self) -> None:
+        """Wait until `close`, called by somebody else, has ended; cancelled, wait all the same and then raise."""
+        if self._is_closed:
+            return
+        self.check_loop()
+        cancelled = await self.binding.wait_until(lambda: self._is_closed, self._close_waiters.append, None)
+        if cancelled is not None:
+            raise cancelled
+
     def check_loop(self) -> None:
         """Raise `ClosedError` in any loop but the session's own."""
-        if not self.binding.is_current():
-            raise ClosedError(
-                f"the backend belongs to {self.binding.name} and was called from {self.binding.describe_current()}: "
-                "open one backend per loop; they may share LayerFiles"
-            )
+        require_current(self.binding)
 
     def note_write(self, transfer: Transfer, layers: set[int]) -> None:
         """Remember which files `flush` must sync, and, once it has ended, whether the write failed."""

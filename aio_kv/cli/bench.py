@@ -26,13 +26,13 @@ def _group() -> None:
 # Numbers arrive as text: they are checked in one place, which answers a wrong one in one line.
 def disk(
     directory: str = typer.Option(".", "--dir", metavar="DIR", help="Where the temporary files go."),
-    size: str = typer.Option(None, metavar="MB", help="MiB per file, one file at a time. [default: 1024]"),
-    seconds: str = typer.Option(None, metavar="S", help="Length of one run. [default: 1]"),
-    pairs: str = typer.Option(None, metavar="N", help="Rounds; figures are medians over them. [default: 5]"),
+    size: str = typer.Option(None, metavar="MB", help="MiB per file, one file at a time. (default 1024)"),
+    seconds: str = typer.Option(None, metavar="S", help="Length of one run. (default 1)"),
+    pairs: str = typer.Option(None, metavar="N", help="Rounds; figures are medians over them. (default 5)"),
     sizes: str = typer.Option(
-        None, metavar="BYTES,...", help="Block sizes. [default: 4096,65536,262144,1048576]"
+        None, metavar="BYTES,...", help="Block sizes. (default 4096,65536,262144,1048576)"
     ),
-    modes: str = typer.Option(None, metavar="MODE,...", help="direct, warm. [default: direct,warm]"),
+    modes: str = typer.Option(None, metavar="MODE,...", help="direct, warm. (default direct,warm)"),
     loop: str = typer.Option("asyncio", metavar="LOOP", help="asyncio or uvloop."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on one line, the last of stdout."),
     quick: bool = typer.Option(False, "--quick", help="Small file, one short round: shows that it works."),

@@ -330,14 +330,17 @@ class PythonEngine:
             return -errno.EINVAL
         if file_offset % step or nbytes % step:
             return -errno.EINVAL
+        if placement == Placement.DIRECT and not address:
+            return -errno.EFAULT
         if placement == Placement.DIRECT:
-            return 0 if address else -errno.EFAULT
+            return -errno.EINVAL if address % self.limits.memory_alignment else 0
         starts = copies["op_offset"].astype(np.int64)
         ends = starts + copies["nbytes"]
         if first + count > work.batch.copy_count or (ends > nbytes).any() or not copies["address"].all():
             return -errno.EINVAL
         has_gaps = not np.array_equal(np.append(starts, nbytes), np.append(0, ends))
-        return -errno.EINVAL if placement == Placement.VECTORED and has_gaps else 0
+        is_misaligned = bool((copies["address"] % self.limits.memory_alignment).any())
+        return -errno.EINVAL if placement == Placement.VECTORED and (has_gaps or is_misaligned) else 0
 
 
 def _copy(copies: NDArray[Any], view: memoryview, *, is_write: bool) -> None:

@@ -116,6 +116,12 @@ async def scatter_places_each_group(make: MakeBackend) -> None:
                 is_inside[offset : offset + layout.payload_nbytes] = True
             require_same(target[is_inside], source[is_inside], f"scattered groups of {layout}")
             require((target[~is_inside] == 0xA5).all(), "a scattered read wrote between the groups")
+            target[:] = 0xA5
+            await backend.read_groups([int(ids[1])], Scatter(target, offsets[1:2]))
+            start = int(offsets[1])
+            place = slice(start, start + layout.payload_nbytes)
+            require_same(target[place], source[place], f"a single scattered group of {layout}")
+            require((target == 0xA5).sum() >= len(target) - layout.payload_nbytes, "and nothing beside it")
 
 
 async def scattered_and_aligned(make: MakeBackend) -> None:

@@ -308,8 +308,13 @@ class MemoryEngine:
             return -errno.EINVAL
         if op["placement"] == Placement.DIRECT and int(op["address"]) % self.limits.memory_alignment:
             return -errno.EINVAL
-        is_past_end = end > self._files.layout.nbytes_per_layer
-        return -errno.ENODATA if is_past_end else 0
+        if end > self._files.layout.nbytes_per_layer:
+            return -errno.ENODATA
+        try:
+            self._files.layer(int(op["file"]))
+        except MemoryError:
+            return -errno.ENOMEM
+        return 0
 
     def _move(self, work: _Work, op: Any, stored: memoryview) -> None:
         is_read = work.batch.kind is Kind.READ

@@ -2,7 +2,7 @@
 
 Cancellation. A task may be cancelled natively any number of times, and no shield of a cancel scope survives
 `task.cancel()`. So a wait catches every `CancelledError`, asks the transfer to drop what it can, goes on waiting until
-its memory is free, and raises the first one again. anyio scopes cancel again in every turn of the loop; the shield
+its memory is free, and raises once. anyio scopes cancel again in every turn of the loop; the shield
 around the rest of the wait keeps them from doing so in vain.
 """
 
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from aio_kv.transfer.binding import BlockingJob
+from aio_kv.transfer.binding import BlockingJob, foreign_loop, require_current
 
 if TYPE_CHECKING:
+    from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["AsyncioBinding"]
@@ -41,7 +42,7 @@ class AsyncioBinding:
 
     def describe_current(self) -> str:
         loop = asyncio._get_running_loop()
-        return "no event loop" if loop is None else f"asyncio loop {id(loop):#x}"
+        return foreign_loop() if loop is None else f"asyncio loop {id(loop):#x}"
 
     def time(self) -> float:
         return self.loop.time()
@@ -57,6 +58,7 @@ class AsyncioBinding:
 
     async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
         if not transfer.is_done:
+            require_current(self)
             transfer.dispatcher.spin(transfer)
         if transfer.is_done or (until_enqueued and transfer.is_enqueued):
             await self._yield_now_and_then()
@@ -67,17 +69,21 @@ class AsyncioBinding:
         add_waiter = transfer.add_enqueued_waiter if until_enqueued else transfer.add_waiter
         add_waiter(_waker(future))
         transfer.interest += 1
+        first: BaseException | None = None
         try:
             await future
-        except asyncio.CancelledError:
-            transfer.interest -= 1
-            if transfer.interest == 0:  # else somebody still wants it: only wait
-                transfer.cancel()
-            await self.wait_until(lambda: transfer.is_done, transfer.add_waiter, self.drain_timeout)
-            raise
+        except asyncio.CancelledError as error:
+            first = error
         finally:
             if timer is not None:
                 timer.cancel()
+        if first is not None:
+            transfer.interest -= 1
+            if transfer.interest == 0:  # else somebody still wants it: only wait
+                transfer.cancel()
+            native = await self.wait_until(lambda: transfer.is_done, transfer.add_waiter, self.drain_timeout)
+            # The first may be a cancel scope's, which would keep it, and all that is raised in its context, to itself.
+            raise native or first
 
     async def _yield_now_and_then(self) -> None:
         # An await that has nothing to wait for must not let a loop over it starve the others; a turn of the event loop
@@ -104,6 +110,18 @@ class AsyncioBinding:
             except asyncio.CancelledError:
                 unsubscribe(wake)
                 raise
+
+    async def wait_room(self, dispatcher: Dispatcher) -> None:
+        turn = object()
+        if dispatcher.may_go(turn):
+            await self._yield_now_and_then()
+        try:
+            while not dispatcher.may_go(turn):
+                future = self.loop.create_future()
+                dispatcher.wait_in_line(turn, _waker(future))
+                await future
+        finally:
+            dispatcher.leave_line(turn)
 
     def _deadline_timer(self, transfer: Transfer) -> asyncio.TimerHandle | None:
         # What waits for its turn outside the engine has nobody else to watch its deadline.

@@ -6,10 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import sniffio
+
+from aio_kv.errors import ClosedError
+
 if TYPE_CHECKING:
+    from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
-__all__ = ["BlockingJob", "LoopBinding"]
+__all__ = ["BlockingJob", "LoopBinding", "foreign_loop", "require_current"]
 
 T = TypeVar("T")
 
@@ -38,6 +43,9 @@ class LoopBinding(Protocol):
     async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
         """Wait until a transfer is done, or enqueued; cancelled, ask it to drop what it can and still wait."""
 
+    async def wait_room(self, dispatcher: Dispatcher) -> None:
+        """Wait until the dispatcher has room for a transfer; an ordinary, cancellable wait."""
+
     async def wait_cancellably(
         self,
         is_true: Callable[[], bool],
@@ -63,6 +71,23 @@ class LoopBinding(Protocol):
 
     async def run_in_thread(self, work: Callable[[], T]) -> tuple[T, BaseException | None]:
         """Run `work` in a new thread and wait for its end through any number of cancellations."""
+
+
+def foreign_loop() -> str:
+    """Name what runs here, for a binding that does not know it."""
+    try:
+        return f"a loop of {sniffio.current_async_library()}"
+    except sniffio.AsyncLibraryNotFoundError:
+        return "no event loop"
+
+
+def require_current(binding: LoopBinding) -> None:
+    """Raise `ClosedError` naming both loops unless the caller runs in the one of `binding`."""
+    if not binding.is_current():
+        raise ClosedError(
+            f"the backend belongs to {binding.name} and was called from {binding.describe_current()}: "
+            "open one backend per loop; they may share LayerFiles"
+        )
 
 
 class BlockingJob:

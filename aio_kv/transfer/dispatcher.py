@@ -22,7 +22,7 @@ from aio_kv.engine import Batch, Engine, IoEngine, Kind, Ticket
 from aio_kv.errors import BusyError, ClosedError
 from aio_kv.integers import Int64Array
 from aio_kv.plan import OP_DTYPE, Plan
-from aio_kv.transfer.binding import LoopBinding
+from aio_kv.transfer.binding import LoopBinding, require_current
 from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["Dispatcher", "DispatcherStatistics", "OpDescription"]
@@ -72,7 +72,7 @@ class Dispatcher:
         self._writers: dict[Transfer, None] = {}
         self._unfed: tuple[deque[Transfer], ...] = (deque(), deque(), deque())
         self._has_unfed = False
-        self._room_waiters: list[Callable[[], None]] = []
+        self._line: dict[object, Callable[[], None]] = {}  # who waits for room, first come first
         self._drain_waiters: list[Callable[[], None]] = []
         self._is_closing = False
         self._counts = dict.fromkeys(DispatcherStatistics.__dataclass_fields__, 0)
@@ -239,8 +239,8 @@ class Dispatcher:
                 self._has_unfed = True
         if self._has_unfed:
             self._feed_queued()
-        if self._room_waiters and len(self._active) < self._max_transfers:
-            self._room_waiters.pop(0)()
+        if self._line:
+            self._wake_first()
 
     def _feed_queued(self) -> None:
         for queue in self._unfed:
@@ -259,6 +259,7 @@ class Dispatcher:
     def cancel(self, transfer: Transfer) -> None:
         """Drop what has not begun; the transfer finishes when what has begun is done."""
         if not transfer.is_done:
+            require_current(self.binding)
             self._counts["cancelled"] += 1
             self._drop(transfer, -errno.ECANCELED)
 
@@ -292,9 +293,7 @@ class Dispatcher:
             if not transfer.is_done:
                 self._drop(transfer, -errno.ECANCELED)
         self.engine.stop()
-        waiters, self._room_waiters = self._room_waiters, []
-        for wake in waiters:
-            wake()
+        self._wake_first()
 
     @property
     def is_idle(self) -> bool:
@@ -311,16 +310,22 @@ class Dispatcher:
         """Whether new transfers are refused for good."""
         return self._is_closing
 
-    def add_room_waiter(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called once when there is room for a transfer."""
-        self._room_waiters.append(wake)
+    def may_go(self, turn: object) -> bool:
+        """Whether a caller may start a transfer: there is room, and nobody is before it in line."""
+        return self.has_room and (not self._line or next(iter(self._line)) is turn)
 
-    def remove_room_waiter(self, wake: Callable[[], None]) -> None:
-        """Take back `add_room_waiter`; passes an unused turn on to the next in line."""
-        if wake in self._room_waiters:
-            self._room_waiters.remove(wake)
-        elif self._room_waiters and self.has_room:
-            self._room_waiters.pop(0)()
+    def wait_in_line(self, turn: object, wake: Callable[[], None]) -> None:
+        """Have `wake` called when `may_go` is worth asking again. Whoever is in line already keeps its place."""
+        self._line[turn] = wake
+
+    def leave_line(self, turn: object) -> None:
+        """Give up a place in line, having gone or not. The next one looks as well: a turn need not be used."""
+        self._line.pop(turn, None)
+        self._wake_first()
+
+    def _wake_first(self) -> None:
+        if self._line and self.has_room:
+            next(iter(self._line.values()))()
 
     def count_unobserved(self, transfer: Transfer) -> None:
         """Count a failure that nobody awaited."""

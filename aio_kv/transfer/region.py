@@ -7,12 +7,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from aio_kv.engine import Engine, IoEngine, Kind, Ticket
-from aio_kv.errors import LayoutError
+from aio_kv.engine import Engine, Kind, Ticket
+from aio_kv.errors import BusyError, ClosedError, LayoutError
 from aio_kv.memory import HostMemory
-from aio_kv.transfer.binding import LoopBinding
 
 if TYPE_CHECKING:
+    from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["LandingRegion", "RegionTable"]
@@ -65,9 +65,13 @@ class LandingRegion:
         """The transfer is done."""
         self._users.discard(transfer)
         if not self._users:
-            wakes, self._wakes = self._wakes, []
-            for wake in wakes:
-                wake()
+            self.wake_waiters()
+
+    def wake_waiters(self) -> None:
+        """Have everybody who waits for the region look again."""
+        wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            wake()
 
     async def aclose(self) -> None:
         """Wait for the transfers on the region, then have the ring forget it; again does nothing.
@@ -88,14 +92,10 @@ class LandingRegion:
 class RegionTable:
     """The landing regions of one backend."""
 
-    def __init__(
-        self,
-        engine: IoEngine,
-        binding: LoopBinding,
-        pin: Callable[[HostMemory], Pin] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._binding = binding
+    def __init__(self, dispatcher: Dispatcher, pin: Callable[[HostMemory], Pin] | None = None) -> None:
+        self._dispatcher = dispatcher
+        self._engine = dispatcher.engine
+        self._binding = dispatcher.binding
         self._pin = pin  # blocking: run in a thread
         self.regions: list[LandingRegion] = []
 
@@ -117,8 +117,13 @@ class RegionTable:
                 )
         region = LandingRegion(memory, self)
         self.regions.append(region)  # before the first wait: a second call must see it
-        cancelled = await self._pin_memory(region, memory)
-        again = await self._command(region, Kind.REGION_ADD)
+        try:
+            cancelled = await self._pin_memory(region, memory)
+            again = await self._command(region, Kind.REGION_ADD)
+        except BaseException:
+            self.regions.remove(region)
+            await self._unpin(region)
+            raise
         cancelled = cancelled or again
         if cancelled is not None:
             await self.remove(region)
@@ -129,35 +134,50 @@ class RegionTable:
         pin = self._pin
         if pin is None:
             return None
-        try:
-            region.pin, cancelled = await self._binding.run_in_thread(lambda: pin(memory))
-        except BaseException:
-            self.regions.remove(region)
-            raise
+        region.pin, cancelled = await self._binding.run_in_thread(lambda: pin(memory))
+        return cancelled
+
+    async def _unpin(self, region: LandingRegion) -> BaseException | None:
+        pin, region.pin = region.pin, None
+        if pin is None:
+            return None
+        _, cancelled = await self._binding.run_in_thread(pin.close)
         return cancelled
 
     async def _command(self, region: LandingRegion, kind: Kind) -> BaseException | None:
         wakes: list[Callable[[], None]] = []
         rings = self._engine.options.rings if isinstance(self._engine, Engine) else 1
 
+        tickets: list[Ticket] = []
+
         def on_done() -> None:
             while wakes:
                 wakes.pop()()
 
-        tickets: list[Ticket] = [
-            self._engine.submit_region(
-                kind,
-                region.address,
-                region.nbytes,
-                ring=ring,
-                tag=on_done,
-                device_address=region.pin.device_address() if region.pin is not None else 0,
-            )
-            for ring in range(rings)
-        ]
-        cancelled = await self._binding.wait_until(
+        device_address = region.pin.device_address() if region.pin is not None else 0
+
+        def is_accepted() -> bool:
+            try:
+                while len(tickets) < rings:
+                    tickets.append(
+                        self._engine.submit_region(
+                            kind,
+                            region.address,
+                            region.nbytes,
+                            ring=len(tickets),
+                            tag=on_done,
+                            device_address=device_address,
+                        )
+                    )
+            except BusyError:  # it holds as many batches as it may: one more fits after a drain
+                return False
+            return True
+
+        first = await self._binding.wait_until(is_accepted, self._dispatcher.on_drain, None)
+        again = await self._binding.wait_until(
             lambda: all(ticket.is_done for ticket in tickets), wakes.append, None
         )
+        cancelled = first or again
         if kind is Kind.REGION_ADD:
             region.refusal = next((-ticket.status for ticket in tickets if ticket.status), 0)
             region.is_registered = region.refusal == 0
@@ -170,18 +190,21 @@ class RegionTable:
         cancelled = await self._binding.wait_until(lambda: not region._users, region._wakes.append, None)
         if region in self.regions:
             self.regions.remove(region)
-            if not self._engine.is_closed and not self._engine.is_stopped:
-                again = await self._forget(region)
-                cancelled = cancelled or again
-        if region.pin is not None:
-            _, again = await self._binding.run_in_thread(region.pin.close)
+            again = await self._forget(region)
             cancelled = cancelled or again
-            region.pin = None
-        region._memory = None
+            again = await self._unpin(region)
+            region._memory = None
+            region.wake_waiters()
+        else:  # somebody else is about to end it: the memory is the caller's when that is over
+            again = await self._binding.wait_until(lambda: region.is_closed, region._wakes.append, None)
+        cancelled = cancelled or again
         if cancelled is not None:
             raise cancelled
 
     async def _forget(self, region: LandingRegion) -> BaseException | None:
         if region.refusal == errno.EOPNOTSUPP and region.pin is None:
             return None  # no ring ever knew it
-        return await self._command(region, Kind.REGION_REMOVE)
+        try:
+            return await self._command(region, Kind.REGION_REMOVE)
+        except ClosedError:
+            return None  # the rings end, and all that they know with them

@@ -106,6 +106,7 @@ class Transfer:
         return self._complete().__await__()
 
     async def _complete(self) -> TransferReport:
+        self._has_observer = True  # whoever has begun to wait knows, even if the wait is cancelled
         await self.dispatcher.binding.wait_transfer(self)
         report = self._observe()
         if self._error is not None:
@@ -114,11 +115,11 @@ class Transfer:
 
     async def outcome(self) -> TransferReport:
         """Wait like `await transfer`, and return the report of a mix without raising for failed requests."""
+        self._has_observer = True
         await self.dispatcher.binding.wait_transfer(self)
         return self._observe()
 
     def _observe(self) -> TransferReport:
-        self._has_observer = True
         if self._report is None:
             self._report = self._conclude()
         return self._report
@@ -142,6 +143,7 @@ class Transfer:
 
     def cancel(self) -> None:
         """Drop what has not begun. What is at the device goes on; the transfer ends when that has ended."""
+        self.excuse()
         self.dispatcher.cancel(self)
 
     @property

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from aio_kv.transfer.binding import BlockingJob
+from aio_kv.transfer.binding import BlockingJob, foreign_loop, require_current
 
 if TYPE_CHECKING:
+    from aio_kv.transfer.dispatcher import Dispatcher
     from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["TrioBinding"]
@@ -38,7 +39,7 @@ class TrioBinding:
         try:
             return f"trio run {id(trio.lowlevel.current_trio_token()):#x}"
         except RuntimeError:
-            return "no event loop"
+            return foreign_loop()
 
     def time(self) -> float:
         return trio.current_time()
@@ -67,6 +68,7 @@ class TrioBinding:
 
     async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
         if not transfer.is_done:
+            require_current(self)
             transfer.dispatcher.spin(transfer)
         if transfer.is_done or (until_enqueued and transfer.is_enqueued):
             await trio.lowlevel.checkpoint()
@@ -105,6 +107,17 @@ class TrioBinding:
             except trio.Cancelled:
                 unsubscribe(wake)
                 raise
+
+    async def wait_room(self, dispatcher: Dispatcher) -> None:
+        await trio.lowlevel.checkpoint()
+        turn = object()
+        try:
+            while not dispatcher.may_go(turn):
+                event = trio.Event()
+                dispatcher.wait_in_line(turn, event.set)
+                await event.wait()
+        finally:
+            dispatcher.leave_line(turn)
 
     async def wait_until(
         self,

@@ -5,11 +5,12 @@
 
 #include "internal.h"
 
-/* The list was handed over by the caller: every entry must lie inside the op, and inside the list it came with. */
-int akv_copy_check(const struct akv_batch *b, const akv_op *op)
+/* The list was handed over by the caller: every entry must lie inside the op, and inside the list it came with.
+ * Memory that the device reaches without a slot must be aligned for it; not every file system would say so. */
+int akv_copy_check(const struct akv_batch *b, const akv_op *op, uint32_t alignment)
 {
     if (op->placement == AKV_DIRECT)
-        return op->address ? 0 : -EFAULT;
+        return !op->address ? -EFAULT : op->address % alignment ? -EINVAL : 0;
     if ((uint64_t)op->copy_first + op->copy_count > b->copy_count)
         return -EINVAL;
     if (op->placement == AKV_PINNED && (op->copy_count == 0 || op->copy_count > AKV_LIST_MAX))
@@ -21,7 +22,7 @@ int akv_copy_check(const struct akv_batch *b, const akv_op *op)
         const akv_copy *copy = &b->copies[op->copy_first + i];
         if (!copy->address || (uint64_t)copy->op_offset + copy->nbytes > op->nbytes)
             return -EINVAL;
-        if (op->placement == AKV_VECTORED && copy->op_offset != end)
+        if (op->placement == AKV_VECTORED && (copy->op_offset != end || copy->address % alignment))
             return -EINVAL;
         end = (uint64_t)copy->op_offset + copy->nbytes;
     }

@@ -17,7 +17,7 @@ static int check_op(const struct akv_reactor *r, const struct akv_batch *b, cons
     if (b->has_order && r->device.error)
         return -(AKV_CUDA_ERROR + r->device.error);
     if (!akv_has_file(b->kind))
-        return op->placement == AKV_PINNED && b->copy_stream ? akv_copy_check(b, op) : -EINVAL;
+        return op->placement == AKV_PINNED && b->copy_stream ? akv_copy_check(b, op, 1) : -EINVAL;
     if (op->file >= options->fd_count || op->placement > AKV_VECTORED)
         return -EINVAL;
     if (b->has_order && (op->placement != AKV_STAGED || !b->copy_stream))
@@ -29,7 +29,7 @@ static int check_op(const struct akv_reactor *r, const struct akv_batch *b, cons
     if (op->file_offset > (uint64_t)INT64_MAX - op->nbytes || op->file_offset % options->offset_alignment ||
         op->nbytes % options->offset_alignment)
         return -EINVAL;
-    return akv_copy_check(b, op);
+    return akv_copy_check(b, op, options->memory_alignment);
 }
 
 bool akv_flight_can_start(const struct akv_reactor *r, const akv_op *op, uint32_t lane)

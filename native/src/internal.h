@@ -315,7 +315,7 @@ void akv_flight_fail(struct akv_reactor *r, struct akv_flight *f, int32_t code, 
 int akv_flight_iov(const struct akv_flight *f, struct iovec *iov);
 
 /* copy.c: the one seam through which bytes go between a staging slot and memory */
-int akv_copy_check(const struct akv_batch *b, const akv_op *op);
+int akv_copy_check(const struct akv_batch *b, const akv_op *op, uint32_t alignment);
 void akv_copy_out(struct akv_reactor *r, struct akv_flight *f);
 void akv_copy_in(struct akv_reactor *r, struct akv_flight *f);
 void akv_copy_blank(struct akv_flight *f);

@@ -172,12 +172,38 @@ static void ops_that_change_under_way(uint32_t source)
     rig_end(&rig);
 }
 
+/* A copy list that is spoilt between its check and its use is not followed out of the slot. */
+static void copies_that_change_under_way(uint32_t source)
+{
+    const akv_fault late = {.kind = -1, .action = AKV_FAULT_DELAY, .value = 10000, .every = 1, .times = UINT32_MAX};
+    struct rig rig;
+    if (IS_THREAD_SANITIZED) /* it is a race, on purpose */
+        return;
+    rig_make(&rig, source);
+    rig.options.faults = &late;
+    rig.options.fault_count = 1;
+    rig_start(&rig);
+    uint8_t *memory = new_memory(PAGE);
+    akv_copy copy = copy_of(memory, 0, PAGE);
+    akv_op op = copied_op(AKV_STAGED, 0, 0, PAGE, 0, 1);
+    akv_result result;
+    int64_t ticket = akv_engine_submit(rig.engine, 0, AKV_READ, 0, 0, &op, 1, &copy, 1, &result, NULL);
+    while (rig_statistics(&rig).in_flight == 0)
+        pause_us(50);
+    __atomic_store_n(&copy.op_offset, 3u << 30, __ATOMIC_RELAXED);
+    CHECK_EQ(rig_wait(&rig, ticket).status, 0);
+    CHECK(is_all(memory, 0xa5, PAGE));
+    rig_end(&rig);
+    free(memory);
+}
+
 int main(void)
 {
     const struct test tests[] = {
         {"refused calls", refused_calls},
         {"refused ops", refused_ops},
         {"ops that change under way", ops_that_change_under_way},
+        {"copies that change under way", copies_that_change_under_way},
         {0},
     };
     return run_tests(tests);

@@ -46,6 +46,7 @@ static void stop_with_everything_in_flight(uint32_t source)
         CHECK_EQ(done.failed, 0);
         load_free(&loads[i]); /* at once: a sanitizer sees whoever still writes there */
     }
+    CHECK(rig_statistics(&rig).dropped_ops > 0);
     rig_end(&rig);
 }
 
@@ -160,7 +161,7 @@ static void stop_while_others_submit(uint32_t source)
 static void deadlines(uint32_t source)
 {
     enum { OPS = 40 };
-    const akv_fault late = {.kind = -1, .action = AKV_FAULT_DELAY, .value = 120000, .every = 1, .times = UINT32_MAX};
+    const akv_fault late = {.kind = -1, .action = AKV_FAULT_DELAY, .value = 400000, .every = 1, .times = UINT32_MAX};
     struct rig rig;
     struct load load, patient;
     rig_make(&rig, source);
@@ -173,6 +174,9 @@ static void deadlines(uint32_t source)
     load.deadline_ns = now_ns() + 30000000;
     patient.deadline_ns = now_ns() + 3600ll * 1000000000;
     int64_t first = load_submit(&rig, &load, AKV_READ), second = load_submit(&rig, &patient, AKV_READ);
+    while (rig_statistics(&rig).dropped_ops == 0)
+        pause_us(100);
+    CHECK(now_ns() - load.deadline_ns < 300000000); /* at the time, not when the next answer happens to come */
     akv_completion done = rig_wait(&rig, first);
     CHECK_EQ(done.status, -ETIME);
     CHECK_EQ(done.failed, OPS - 8);

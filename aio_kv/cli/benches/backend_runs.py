@@ -8,9 +8,8 @@ from typing import Any
 from aio_kv.backends.engine_backend import EngineBackend
 from aio_kv.cli.benches.measure import Sample, for_batches, for_seconds, keep_in_flight
 from aio_kv.cli.benches.workload import Batch, Workload, check_io_count
-from aio_kv.engine.options import EngineOptions
 
-__all__ = ["BackendRun", "pieces_of"]
+__all__ = ["BackendRun"]
 
 
 class BackendRun:
@@ -48,11 +47,6 @@ class BackendRun:
 
         before = self._kv.statistics()
         sample = await keep_in_flight(self._workload, move, goes_on)
-        pieces = pieces_of(self._workload.block)
+        pieces = self._workload.pieces
         check_io_count(before, self._kv.statistics(), requests=sample.requests, pieces=pieces)
         return sample
-
-
-def pieces_of(block: int) -> int:
-    """How many I/Os a block becomes."""
-    return -(-block // EngineOptions().op_nbytes_max)

@@ -45,7 +45,7 @@ async def bench_busy_thread(desk: Desk, files: LayerFiles) -> None:
 
     CPU time is left out of the rows: it would be that of the counting thread.
     """
-    workload = Workload(files.layout)
+    workload = Workload(files.layout, device=desk.device)
     async with AsyncExitStack() as stack:
         kv = await opened(stack, open_backend(files), workload, desk)
         pool = PoolRun(files.fd(0, direct=True), workload, width=_POOL_THREADS, is_chunked=True)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from rich.progress import Progress
 
+from aio_kv.blockdevice import block_device_of
 from aio_kv.cli.benches.measure import Contender, alternating
 from aio_kv.cli.benches.results import Report, Rounds
 from aio_kv.cli.benches.settings import DiskSettings
@@ -17,7 +18,7 @@ from aio_kv.cli.heartbeat import heartbeat, idle_lag, lag_of
 __all__ = ["IDLE", "Desk", "name_of"]
 
 IDLE = "idle"
-_LAG_SHARE = 0.5
+_LAG_SHARE = 0.4
 
 
 class Desk:
@@ -26,6 +27,7 @@ class Desk:
     def __init__(self, settings: DiskSettings, scratch: str, progress: Progress) -> None:
         self.settings = settings
         self.report = Report()
+        self.device = block_device_of(scratch)
         self.has_fio = False
         self._scratch = scratch
         self._progress = progress

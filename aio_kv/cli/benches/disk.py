@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import tempfile
 from typing import Any
@@ -21,7 +22,7 @@ from aio_kv.cli.benches.single_reads import bench_single_reads
 from aio_kv.cli.benches.throughput import bench_buffered, bench_direct, bench_spread
 from aio_kv.cli.benches.workload import BufferedFiles, fill, layout_of
 from aio_kv.cli.benches.writes import bench_writes
-from aio_kv.errors import UnavailableError
+from aio_kv.errors import StorageError, UnavailableError
 from aio_kv.files import LayerFiles
 
 __all__ = ["run_disk_benchmark"]
@@ -39,11 +40,19 @@ def run_disk_benchmark(settings: DiskSettings, console: Console) -> Report:
     if settings.loop != "asyncio":
         loop_factory = importlib.import_module(settings.loop).new_event_loop
     with (
-        tempfile.TemporaryDirectory(prefix="aio-kv-bench-", dir=settings.directory) as scratch,
+        _scratch_in(settings.directory) as scratch,
         asyncio.Runner(loop_factory=loop_factory) as runner,
         _progress_on(console) as progress,
     ):
         return runner.run(_run(settings, scratch, progress))
+
+
+def _scratch_in(directory: str) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="aio-kv-bench-", dir=directory)
+    except OSError as error:
+        number, hint = error.errno or errno.EIO, "--dir takes a writable directory"
+        raise StorageError("create", errno=number, file=directory, hint=hint) from error
 
 
 def _progress_on(console: Console) -> Progress:

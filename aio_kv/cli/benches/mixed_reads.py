@@ -26,9 +26,9 @@ from aio_kv.open import open_backend
 
 __all__ = ["bench_mixed_reads"]
 
-_LANES = 2
-_BLOCKS = 16  # per bulk batch: two of them are four times what the backend lets to the device at a time
-_POOL_THREADS = 32
+_LANES = 4
+_BLOCKS = 8  # per bulk batch: all lanes together are four times what the backend lets to the device at a time
+_POOL_THREADS = 16  # less than there are bulk reads in flight: the pool has a queue too
 _SMALL, _BULK = "mixed-small", "mixed-bulk"
 
 

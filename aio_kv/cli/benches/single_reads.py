@@ -22,6 +22,7 @@ from aio_kv.open import open_backend
 __all__ = ["bench_single_reads"]
 
 _SLICES = 10  # per round: in one long run each contender would meet another mood of the machine
+_SLICE_SHARE = 0.06  # of the run time
 _IDLE_SECONDS = 0.001
 
 
@@ -101,7 +102,7 @@ async def _compare(
         desk.say(f"{mode} reads of {name_of(workload.block)}, round {number + 1} of {settings.rounds}")
         for part in range(_SLICES):
             for contender in alternating(contenders, part):
-                await contender.drive_slice(settings.seconds / _SLICES, pause=pause)
+                await contender.drive_slice(settings.seconds * _SLICE_SHARE, pause=pause)
         for contender in contenders:
             rounds.add(contender.name, contender.collect())
         desk.advance()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from aio_kv.blockdevice import BlockDevice
 from aio_kv.engine.native import allocate_host
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import UnavailableError
@@ -33,6 +34,7 @@ __all__ = [
     "draw_batches",
     "fill",
     "layout_of",
+    "pieces_of",
     "shape_of",
     "workload_memory",
 ]
@@ -51,15 +53,26 @@ class Shape:
     depth: int
 
 
-def shape_of(block: int) -> Shape:
-    """The shape for blocks of `block` bytes; the depth is what an engine with default options allows itself."""
+def shape_of(block: int, device: BlockDevice | None = None) -> Shape:
+    """The shape for blocks of `block` bytes; the depth is what an engine with default options allows itself there."""
     options = EngineOptions()
+    queue_depth = options.queue_depth
+    if device is not None and device.requests_max:
+        queue_depth = min(queue_depth, device.requests_max)
     if block <= options.small_nbytes:
-        return Shape(batch=256, in_flight=4, depth=options.queue_depth)
-    depth = min(options.bulk_nbytes // block, options.queue_depth * 3 // 4)
+        return Shape(batch=256, in_flight=4, depth=queue_depth)
+    depth = min(options.bulk_nbytes // block, queue_depth * 3 // 4)
     if block < 256 << 10:
         return Shape(batch=64, in_flight=4, depth=depth)
     return Shape(batch=64 if block < _MIB else 32, in_flight=2, depth=max(1, depth))
+
+
+def pieces_of(block: int, device: BlockDevice | None = None) -> int:
+    """How many I/Os a block becomes: none is larger than an engine with default options makes them there."""
+    nbytes_max = EngineOptions().op_nbytes_max
+    if device is not None and device.request_nbytes_max:
+        nbytes_max = max(4096, min(nbytes_max, device.request_nbytes_max) // 4096 * 4096)
+    return -(-block // nbytes_max)
 
 
 def layout_of(block: int, file_nbytes: int) -> GroupLayout:
@@ -137,10 +150,18 @@ class Workload:
     Contenders take batches from one endless supply: none reads what another has just read.
     """
 
-    def __init__(self, layout: GroupLayout, *, shape: Shape | None = None, is_spread: bool = False) -> None:
+    def __init__(
+        self,
+        layout: GroupLayout,
+        *,
+        device: BlockDevice | None = None,
+        shape: Shape | None = None,
+        is_spread: bool = False,
+    ) -> None:
         self.layout = layout
         self.block = layout.stride
-        self.shape = shape = shape or shape_of(self.block)
+        self.pieces = pieces_of(self.block, device)
+        self.shape = shape = shape or shape_of(self.block, device)
         self.batches = draw_batches(layout, shape.batch)
         self._supply: Iterator[Batch] = cycle(self.batches)
         places = shape.in_flight * shape.batch if is_spread else shape.depth

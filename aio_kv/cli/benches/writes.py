@@ -55,7 +55,7 @@ async def _write_fresh_file(desk: Desk, name: str, block: int, first: Rounds, ag
     async with AsyncExitStack() as stack:
         path = stack.enter_context(desk.scratch_directory("fresh"))
         files = stack.enter_context(LayerFiles(path, layout_of(block, nbytes), create=True))
-        workload = Workload(files.layout)
+        workload = Workload(files.layout, device=desk.device)
         if name == "fio":
             fio = FioRun(files.path_of(0), workload, depth=workload.shape.depth, is_write=True)
             first.add(name, await fio.drive_once())
