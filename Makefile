@@ -84,6 +84,7 @@ gpu-test: gpu-site
 
 gpu-bench: gpu-site
 	cd "$(GPU_RUN)" && PYTHONPATH="$(GPU_SITE)" PYTHONDONTWRITEBYTECODE=1 python3 -m aio_kv bench disk --json
+	cd "$(GPU_RUN)" && PYTHONPATH="$(GPU_SITE)" PYTHONDONTWRITEBYTECODE=1 python3 -m aio_kv bench gpu --json
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis aio_kv/engine/_akv*.so

@@ -7,6 +7,8 @@ import json
 import typer
 from rich.console import Console
 
+from aio_kv.cli import bench_gpu
+
 __all__ = ["register"]
 
 
@@ -14,13 +16,8 @@ def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
     group = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True)
     group.command("disk")(disk)
-    group.callback()(_group)
+    bench_gpu.register(group)
     app.add_typer(group)
-
-
-def _group() -> None:
-    # Without a callback of its own, a group of one command becomes that command.
-    pass
 
 
 # Numbers arrive as text: they are checked in one place, which answers a wrong one in one line.

@@ -38,10 +38,11 @@ def device_destination(obj: Any, device: Device, *, what: str) -> DeviceMemory:
 
 
 def _memory_of(obj: Any, device: Device, what: str) -> DeviceMemory:
+    # DLPack last of the three: an address is had from the others without asking the producer for a capsule.
+    if is_dlpack(obj) and not hasattr(obj, "data_ptr") and not hasattr(obj, "__cuda_array_interface__"):
+        return dlpack_memory(obj, device.index, what=what)
     if is_device_memory(obj):
         return device_memory(obj, what=what)
-    if is_dlpack(obj) and not hasattr(obj, "data_ptr"):
-        return dlpack_memory(obj, device.index, what=what)
     raise LayoutError(
         f"{what} is host memory or no memory at all ({type(obj).__name__}): give memory of GPU {device.index}, such as "
         "a CUDA tensor, a DeviceBuffer or a DevicePointer"
