@@ -244,6 +244,7 @@ class PythonEngine:
             code, arrived = (refusal, 0) if refusal else self._perform(work, index, bounce)
             with self._lock:
                 self._account(work, index, code, arrived)
+            del taken, work  # a thread that waits for its next op must not keep the caller's memory
         with self._lock:
             self._alive -= 1
             if self._alive == 0:

@@ -129,7 +129,7 @@ static void stop_while_others_submit(uint32_t source)
     rig.options.max_batches = 8;
     rig.options.faults = &instant;
     rig.options.fault_count = 1;
-    for (uint32_t round = 0; round < 10; round++) {
+    for (uint32_t round = 0; round < 60; round++) {
         struct hammer hammers[2];
         pthread_t threads[2];
         uint32_t drained = 0;
@@ -140,7 +140,7 @@ static void stop_while_others_submit(uint32_t source)
             load_make(&hammers[i].load, 1, 0);
             CHECK_EQ(pthread_create(&threads[i], NULL, submit_until_refused, &hammers[i]), 0);
         }
-        for (int64_t until = now_ns() + 3000000; now_ns() < until;)
+        for (int64_t until = now_ns() + 1000000; now_ns() < until;)
             drained += akv_engine_drain(rig.engine, found, 16);
         CHECK_EQ(akv_engine_stop(rig.engine), 0);
         for (uint32_t i = 0; i < 2; i++)

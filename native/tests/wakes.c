@@ -36,7 +36,7 @@ static void idle(uint32_t steps)
  * looked for orders and before it says that it sleeps. */
 static void on_the_way_to_sleep(uint32_t source)
 {
-    enum { ROUNDS = 40000 };
+    enum { ROUNDS = 80000 };
     struct rig rig;
     struct load load;
     akv_completion found;
@@ -138,7 +138,7 @@ static void *follow_the_crowd(void *argument)
  * and the list already taken. */
 static void behind_a_crowd(uint32_t source)
 {
-    enum { ROUNDS = 16 };
+    enum { ROUNDS = 24 };
     struct rig rig;
     struct load plug, crowd;
     uint32_t random = 1;
