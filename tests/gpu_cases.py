@@ -14,12 +14,14 @@ from gpu_support import Bytes, layer_files, oracle_write
 
 from aio_kv import GroupLayout, KvKind, LayerFiles
 from aio_kv.cuda import DeviceBuffer
-from aio_kv.engine import Kind
+from aio_kv.engine import Kind, native
 from aio_kv.engine.options import Fault, FaultAction
+from aio_kv.transfer import region
 
 LATENT = (KvKind.LATENT,)
 LAYOUT = GroupLayout(1, 64, 1, 16, 128, 2, kinds=LATENT)  # 64 groups of 4096 bytes
 OLD, NEW, OTHER, SENTINEL = 0x11, 0x22, 0x33, 0xE7
+LOST = 719  # CUDA_ERROR_LAUNCH_FAILED, which a context does not survive
 
 
 @contextmanager
@@ -68,3 +70,13 @@ def owned(buffer: DeviceBuffer) -> tuple[Any, Callable[[], bool]]:
         return reference() is not None
 
     return owner, is_alive
+
+
+@contextmanager
+def expecting_a_lost_device() -> Iterator[None]:
+    """What is leaked in the block is forgotten at its end, as the fake machine that could touch it goes as well."""
+    lists = (native._leaked, region._leaked)
+    before = [len(leaked) for leaked in lists]
+    yield
+    for leaked, length in zip(lists, before, strict=True):
+        del leaked[length:]

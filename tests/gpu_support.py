@@ -13,6 +13,7 @@ import ctypes
 import functools
 import inspect
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -142,6 +143,10 @@ class Gpu:
         with self.device.activated():
             self.device.call("cuStreamSynchronize", stream)
 
+    def driver_occupied(self) -> contextlib.AbstractContextManager[None]:
+        """A block during which a driver's call by another thread does not return; the test may make none in it."""
+        return contextlib.nullcontext()
+
     @contextmanager
     def holding(self, *streams: int) -> Iterator[None]:
         """Streams held until the end of the block; `release` may end it earlier."""
@@ -217,6 +222,31 @@ class FakeGpu(Gpu):
 
     def stall(self, stream: int) -> None:
         self.fake.slow(stream)
+
+    @contextmanager
+    def driver_occupied(self) -> Iterator[None]:
+        # A host function runs under the fake's lock, which every call has to take.
+        has_begun, may_end = threading.Event(), threading.Event()
+
+        def occupy(_: Any) -> None:
+            has_begun.set()
+            may_end.wait(10)
+
+        function, stream = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(occupy), self.stream()
+
+        def run() -> None:
+            self.device.make_current()
+            self.fake.check("cuLaunchHostFunc", stream, function, None)
+            self.fake.check("cuStreamSynchronize", stream)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            assert has_begun.wait(10)
+            yield
+        finally:
+            may_end.set()
+            thread.join()
 
     def begin_capture(self, stream: int, mode: int) -> None:
         self.fake.check("cuStreamBeginCapture", stream, mode)

@@ -6,15 +6,15 @@ The rule behind most of these: memory that hardware may still touch is kept, and
 from __future__ import annotations
 
 import ctypes
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 import numpy as np
 import pytest
 from fake_cuda_control import FakeCuda, HostPages
-from gpu_cases import LAYOUT, NEW, OLD, apart, filled, is_all, owned
+from gpu_cases import LAYOUT, LOST, NEW, OLD, apart, expecting_a_lost_device, filled, is_all, owned
 from gpu_support import (
     RUNGS,
     FakeGpu,
@@ -48,22 +48,13 @@ from aio_kv import (
     UringBackend,
 )
 from aio_kv.cuda import CopyOptions, Device, DeviceBuffer, DevicePointer
-from aio_kv.engine import native
 
 __all__ = ["gpu"]  # a fixture
 
-OUT_OF_MEMORY, LAUNCH_FAILED, INVALID_VALUE = 2, 719, 1
+OUT_OF_MEMORY, INVALID_VALUE = 2, 1
 
 
 # Faults of the driver
-
-
-@contextmanager
-def expecting_a_lost_device() -> Iterator[None]:
-    """What is leaked in the block is forgotten at its end, as the fake machine that could touch it goes as well."""
-    before = len(native._leaked)
-    yield
-    del native._leaked[before:]
 
 
 async def host_paths_work(kv: EngineBackend, files: LayerFiles) -> None:
@@ -92,28 +83,28 @@ def cause_of(error: BaseException) -> DeviceError:
 
 FAULTS = {
     # What fails: the entry, its CUresult, options that lead there, the direction, whether a fence is in the way.
-    "kernel-launch": ("cuLaunchKernel", LAUNCH_FAILED, CopyOptions(), "read", False),
+    "kernel-launch": ("cuLaunchKernel", LOST, CopyOptions(), "read", False),
     "kernel-launch-refused": ("cuLaunchKernel", INVALID_VALUE, CopyOptions(), "write", False),
     "batch": ("cuMemcpyBatchAsync", INVALID_VALUE, CopyOptions(kernel_nbytes_max=0), "write", False),
     "single-to-device": (
         "cuMemcpyHtoDAsync",
-        LAUNCH_FAILED,
+        LOST,
         CopyOptions(kernel_nbytes_max=0, batch_nbytes_max=0),
         "read",
         False,
     ),
     "single-from-device": (
         "cuMemcpyDtoHAsync",
-        LAUNCH_FAILED,
+        LOST,
         CopyOptions(kernel_nbytes_max=0, batch_nbytes_max=0),
         "write",
         False,
     ),
-    "event-record": ("cuEventRecord", LAUNCH_FAILED, CopyOptions(), "read", False),
-    "event-query": ("cuEventQuery", LAUNCH_FAILED, CopyOptions(), "read", False),
-    "fence": ("cuStreamWaitEvent", LAUNCH_FAILED, CopyOptions(), "write", True),
-    "execution": ("", LAUNCH_FAILED, CopyOptions(), "read", False),
-    "execution-of-a-write": ("", LAUNCH_FAILED, CopyOptions(), "write", False),
+    "event-record": ("cuEventRecord", LOST, CopyOptions(), "read", False),
+    "event-query": ("cuEventQuery", LOST, CopyOptions(), "read", False),
+    "fence": ("cuStreamWaitEvent", LOST, CopyOptions(), "write", True),
+    "execution": ("", LOST, CopyOptions(), "read", False),
+    "execution-of-a-write": ("", LOST, CopyOptions(), "write", False),
 }
 
 
@@ -178,7 +169,7 @@ async def test_slots_of_a_fault_are_not_lent_again(gpu: Gpu, tmp_path: Path) -> 
             gpu.hold(stream)
             held = kv.read_groups(apart(4), Scatter(buffer, np.arange(4) * 4000), stream=stream)
             await held.enqueued()
-            fake.fail("cuEventQuery", result=LAUNCH_FAILED)
+            fake.fail("cuEventQuery", result=LOST)
             with pytest.raises(TransferError, match="CUDA error 719"):
                 await held
             got = np.zeros((32, 4000), np.uint8)
@@ -205,7 +196,7 @@ async def test_a_fault_outweighs_a_cancellation(gpu: Gpu, tmp_path: Path) -> Non
             await until(lambda: kv.statistics().engine.copy_groups > 0, "copies are queued")
             transfer.cancel()
             await until(lambda: kv.statistics().engine.dropped_ops > 0, "the rest is dropped")
-            fake.fail("cuEventQuery", result=LAUNCH_FAILED)
+            fake.fail("cuEventQuery", result=LOST)
             report = await transfer.outcome()
             assert set(report.outcomes.tolist()) == {Outcome.FAILED, Outcome.CANCELLED}
             del transfer
@@ -231,8 +222,8 @@ async def test_a_failed_event_is_told_of(gpu: Gpu, tmp_path: Path) -> None:
                     for _ in range(2):
                         tasks.start_soon(wait)
                     await looks(kv, 3)
-                    fake.fail("cuEventQuery", result=LAUNCH_FAILED, times=1)
-            assert [error.code for error in raised] == [LAUNCH_FAILED] * 2
+                    fake.fail("cuEventQuery", result=LOST, times=1)
+            assert [error.code for error in raised] == [LOST] * 2
             with pytest.raises(DeviceError):
                 await event
 
@@ -243,7 +234,7 @@ async def test_a_device_lost_to_somebody_else_is_noticed_at_close(gpu: Gpu, tmp_
     with filled(tmp_path) as files, expecting_a_lost_device():
         async with backend_on("uring", files, Device(0, table=gpu.device.table)) as kv:
             before = mapped_nbytes()
-            fake.fail("cuStreamDestroy", result=LAUNCH_FAILED)
+            fake.fail("cuStreamDestroy", result=LOST)
             await kv.aclose()
         # The staging memory could not be unregistered, so it is still there.
         assert mapped_nbytes() > before - (4 << 20)

@@ -138,7 +138,10 @@ class Session:
         await self.binding.unwatch()
         dispatcher.drain()
         statistics = self.statistics(backend)
-        if engine.close(timeout=0.0):
+        is_closed = engine.close(timeout=0.0)
+        if statistics.engine.device_error or not is_closed:
+            self.table.abandon()
+        if is_closed:
             self.plan.close_files(self.files)
             # After a fault what was queued may still run: then the kernels stay loaded and the context is kept.
             if self.device is not None and not statistics.engine.device_error:

@@ -7,8 +7,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+<<<<<<< HEAD
 from aio_kv.engine import Engine, Kind, Ticket
 from aio_kv.errors import BusyError, ClosedError, LayoutError
+=======
+from aio_kv.engine import CUDA_ERROR, Engine, IoEngine, Kind, Ticket
+from aio_kv.errors import LayoutError
+>>>>>>> gpu
 from aio_kv.memory import HostMemory
 
 if TYPE_CHECKING:
@@ -18,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["LandingRegion", "RegionTable"]
 
 _PAGE = 4096
+
+# Pins of memory on which a fault of the device has left copies that may still run: never given back, nor the memory.
+_leaked: list[object] = []
 
 
 class Pin(Protocol):
@@ -52,6 +60,11 @@ class LandingRegion:
     def is_closed(self) -> bool:
         """Whether the region has been given back."""
         return self._memory is None
+
+    def abandon(self) -> None:
+        """Keep the pin and the memory for ever: hardware may still use them."""
+        _leaked.append((self.pin, self._memory))
+        self.pin = None
 
     def covers(self, first: int, last: int) -> bool:
         """Whether any byte of [first, last] lies in the region."""
@@ -102,6 +115,12 @@ class RegionTable:
     def covering(self, first: int, last: int) -> tuple[LandingRegion, ...]:
         """The regions that hold any byte of [first, last]."""
         return tuple(region for region in self.regions if region.covers(first, last))
+
+    def abandon(self) -> None:
+        """Have no region give back its pin any more: the device was lost, or copies have not ended."""
+        for region in self.regions:
+            if region.pin is not None:
+                region.abandon()
 
     async def add(self, memory: HostMemory) -> LandingRegion:
         """Register memory with every ring. Raises `LayoutError` for misaligned or overlapping memory."""
@@ -181,6 +200,8 @@ class RegionTable:
         if kind is Kind.REGION_ADD:
             region.refusal = next((-ticket.status for ticket in tickets if ticket.status), 0)
             region.is_registered = region.refusal == 0
+        elif any(ticket.status <= -CUDA_ERROR for ticket in tickets):
+            region.abandon()
         return cancelled
 
     async def remove(self, region: LandingRegion) -> None:

@@ -176,8 +176,10 @@ static void end(struct akv_reactor *r, struct akv_flight *f, int32_t code, bool 
     f->next = r->free_flights;
     r->free_flights = f;
     akv_batch_op_done(r, b, op_index, code, arrived, !f->is_queued);
-    if (region && !keeps_slot)
+    if (region) {
+        region->is_lost |= keeps_slot;
         akv_region_release(r, region);
+    }
 }
 
 /* The I/O of a flight has ended. Bytes for device memory still have to be copied there. */

@@ -160,6 +160,7 @@ struct akv_region {
     uint64_t address, nbytes;
     uint64_t device_address; /* 0: not pinned */
     bool is_registered;      /* with the ring */
+    bool is_lost;            /* a fault of the device has left copies on it that may still run */
     uint32_t buffer_first, buffer_count;
     uint32_t in_flight;
     bool is_open;

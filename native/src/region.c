@@ -39,6 +39,8 @@ static int add(struct akv_reactor *r, uint64_t address, uint64_t nbytes, uint64_
 static void remove_now(struct akv_reactor *r, struct akv_region *region)
 {
     struct akv_batch *b = region->remover;
+    if (region->is_lost) /* the caller must neither unpin nor free it */
+        b->status = -(AKV_CUDA_ERROR + r->device.error);
     if (region->is_registered)
         r->source->region_remove(r, region);
     region->remover = NULL;
