@@ -261,7 +261,7 @@ class EngineBackend:
         else:
             addresses = memory.address + np.arange(count, dtype=np.int64) * payload
         # The caller may change its array at once, and the order check needs it later: a copy.
-        return self._start(session, kind, ids.copy(), addresses, (memory, place), deadline, priority)
+        return self._start(session, kind, ids.copy(), addresses, (memory, place), deadline, priority, memory)
 
     def _check_scatter(self, memory: HostMemory, offsets: Int64Array, count: int) -> Int64Array:
         if len(offsets) != count:
@@ -306,7 +306,9 @@ class EngineBackend:
 
         The I/O is handed over as soon as it is known what it is: everything else is prepared while the device works.
         """
-        session, layout = self._require_session(), self._layout
+        session, layout = self._session, self._layout
+        if session is None or not session.binding.is_current():
+            return None
         dispatcher, payload = session.dispatcher, layout.payload_nbytes
         if (
             not 0 <= group_id < layout.num_groups
@@ -315,7 +317,10 @@ class EngineBackend:
             or not dispatcher.is_free(Kind.READ, priority)
         ):
             return None
-        memory = self._memory(place, Kind.READ, stream)
+        if stream is None and place.__class__ in _HOST_TYPES:
+            memory = host_address(place, writable=True, what="into")
+        else:
+            memory = self._memory(place, Kind.READ, stream)
         if memory.nbytes != payload:
             return None
         plan = plan_one(layout, group_id, memory.address, session.limits, is_write=False)
@@ -348,13 +353,16 @@ class EngineBackend:
         owner: object,
         deadline: float | None,
         priority: Priority,
+        within: HostMemory | None = None,
     ) -> Transfer:
         count = len(ids)
         if count == 0:
             return self._hand_over(session, kind, _EMPTY_PLAN, ids, 0, 0, 0, owner, deadline, priority)
         plan = plan_groups(self._layout, ids, addresses, session.limits, is_write=kind is Kind.WRITE)
         first = last = 0
-        if session.table.regions:  # only they want to know where the memory is
+        if session.table.regions and within is not None:  # only they want to know where the memory is
+            first, last = within.address, within.address + within.nbytes - self._layout.payload_nbytes
+        elif session.table.regions:
             first, last = int(addresses.min()), int(addresses.max())
         return self._hand_over(session, kind, plan, ids, count, first, last, owner, deadline, priority)
 

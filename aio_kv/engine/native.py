@@ -234,7 +234,8 @@ class Engine:
                     ticket.owners = ()
                     ticket.is_done = True
                     finished.append(ticket)
-        self._waiter.after_drain(bool(finished))
+        if self._waiter.is_polled:
+            self._waiter.after_drain(bool(finished))
         return finished
 
     def _poke(self) -> None:
