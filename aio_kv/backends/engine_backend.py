@@ -252,7 +252,9 @@ class EngineBackend:
         # The caller may change its array at once, and the order check needs it later: a copy.
         is_device = isinstance(memory, DeviceMemory)
         owner = (memory, place)
-        return self._start(session, kind, ids.copy(), addresses, owner, deadline, priority, stream, is_device)
+        return self._start(
+            session, kind, ids.copy(), addresses, owner, deadline, priority, stream, is_device, memory
+        )
 
     def _addresses(
         self, session: Session, kind: Kind, place: Any, count: int, stream: Any
@@ -317,7 +319,9 @@ class EngineBackend:
 
         The I/O is handed over as soon as it is known what it is: everything else is prepared while the device works.
         """
-        session, layout = self._require_session(), self._layout
+        session, layout = self._session, self._layout
+        if session is None or not session.binding.is_current():
+            return None
         dispatcher, payload = session.dispatcher, layout.payload_nbytes
         if (
             not 0 <= group_id < layout.num_groups
@@ -326,7 +330,11 @@ class EngineBackend:
             or not dispatcher.is_free(Kind.READ, priority)
         ):
             return None
-        memory = self._memory(session, place, Kind.READ, stream)
+        memory: HostMemory | DeviceMemory
+        if stream is None and place.__class__ in _HOST_TYPES:
+            memory = host_address(place, writable=True, what="into")
+        else:
+            memory = self._memory(session, place, Kind.READ, stream)
         if memory.nbytes != payload or isinstance(memory, DeviceMemory):
             return None
         plan = plan_one(layout, group_id, memory.address, session.limits, is_write=False)
@@ -368,6 +376,7 @@ class EngineBackend:
         priority: Priority,
         stream: Any,
         is_device: bool,
+        within: HostMemory | DeviceMemory | None = None,
     ) -> Transfer:
         count = len(ids)
         plan, first, last = _EMPTY_PLAN, 0, 0
@@ -376,7 +385,11 @@ class EngineBackend:
             plan = plan_groups(
                 self._layout, ids, addresses, session.limits, is_write=is_write, is_device=is_device
             )
-        if count and session.table.regions:  # only they want to know where the memory is
+        if (
+            count and session.table.regions and within is not None
+        ):  # only they want to know where the memory is
+            first, last = within.address, within.address + within.nbytes - self._layout.payload_nbytes
+        elif count and session.table.regions:
             first, last = int(addresses.min()), int(addresses.max())
         transfer = self._make(session, kind, plan, ids, count, owner, deadline, priority)
         if is_device:

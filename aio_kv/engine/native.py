@@ -287,7 +287,8 @@ class Engine:
                     ticket.owners = ()
                     ticket.event = 0
                     ticket.is_done = True
-        self._waiter.after_drain(bool(news))
+        if self._waiter.is_polled:
+            self._waiter.after_drain(bool(news))
         return list(news)
 
     def _poke(self) -> None:

@@ -63,6 +63,11 @@ class TicketWaiter:
             self._has_news = False
             self._turn.notify_all()
 
+    @property
+    def is_polled(self) -> bool:
+        """Whether a thread polls: only then is there anybody to tell of a drain."""
+        return self._poller is not None
+
     def after_drain(self, has_finished: bool) -> None:
         """To be called after each drain, by the thread that drained."""
         poller = self._poller

@@ -58,7 +58,8 @@ class AsyncioBinding:
 
     async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
         if not transfer.is_done:
-            require_current(self)
+            if not self.is_current():
+                require_current(self)
             transfer.dispatcher.spin(transfer)
         if transfer.is_done or (until_enqueued and transfer.is_enqueued):
             await self._yield_now_and_then()

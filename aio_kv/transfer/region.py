@@ -7,13 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-<<<<<<< HEAD
-from aio_kv.engine import Engine, Kind, Ticket
+from aio_kv.engine import CUDA_ERROR, Engine, Kind, Ticket
 from aio_kv.errors import BusyError, ClosedError, LayoutError
-=======
-from aio_kv.engine import CUDA_ERROR, Engine, IoEngine, Kind, Ticket
-from aio_kv.errors import LayoutError
->>>>>>> gpu
 from aio_kv.memory import HostMemory
 
 if TYPE_CHECKING:
