@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from aio_kv.backends.call_memory import HOST_TYPES, addresses_of, memory_of, role_of
 from aio_kv.backends.rungs import Refusal
 from aio_kv.backends.session import PathLike, Session, SessionPlan, check_options
 from aio_kv.backends.statistics import Statistics
@@ -24,7 +25,7 @@ from aio_kv.errors import ClosedError, LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
 from aio_kv.integers import Int64Array, check_integers
 from aio_kv.layout import GroupLayout
-from aio_kv.memory import DeviceMemory, HostMemory, host_address, is_device_memory
+from aio_kv.memory import DeviceMemory, HostMemory, host_address
 from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one, plan_pinned
 from aio_kv.protocols import Priority, Read, Scatter, Write, check_count, limited
 from aio_kv.transfer import LandingRegion, LoopBinding, Transfer, current_binding
@@ -32,8 +33,6 @@ from aio_kv.transfer.dispatcher import DispatcherStatistics
 
 __all__ = ["AutoBackend", "EngineBackend", "ThreadedBackend", "UringBackend"]
 
-# Host memory by type: these need not be asked whether they lie on a GPU.
-_HOST_TYPES = frozenset((memoryview, bytearray, bytes, np.ndarray))
 _EMPTY_PLAN = Plan(np.empty(0, OP_DTYPE), 0, None, 0, np.empty(0, np.int64), 1)
 
 
@@ -248,45 +247,13 @@ class EngineBackend:
         layout = self._layout
         check_count(group_ids, what="group_ids")
         ids = layout.check_ids(group_ids)
-        memory, addresses = self._addresses(session, kind, place, len(ids), stream)
+        memory, addresses = addresses_of(session, kind, place, len(ids), stream)
         # The caller may change its array at once, and the order check needs it later: a copy.
         is_device = isinstance(memory, DeviceMemory)
         owner = (memory, place)
         return self._start(
             session, kind, ids.copy(), addresses, owner, deadline, priority, stream, is_device, memory
         )
-
-    def _addresses(
-        self, session: Session, kind: Kind, place: Any, count: int, stream: Any
-    ) -> tuple[HostMemory | DeviceMemory, Int64Array]:
-        """The memory of a call and the address of each of its groups, packed or scattered."""
-        payload = self._layout.payload_nbytes
-        is_scatter = isinstance(place, Scatter)
-        memory = self._memory(session, place.memory if is_scatter else place, kind, stream)
-        if is_scatter:
-            return memory, memory.address + self._check_scatter(memory, place.offsets, count)
-        if memory.nbytes != count * payload:
-            raise LayoutError(
-                f"{_role(kind)} holds {memory.nbytes} bytes: {count} groups of {payload} bytes need exactly "
-                f"{count * payload}; use Scatter to place them in larger memory"
-            )
-        return memory, memory.address + np.arange(count, dtype=np.int64) * payload
-
-    def _check_scatter(
-        self, memory: HostMemory | DeviceMemory, offsets: Int64Array, count: int
-    ) -> Int64Array:
-        if len(offsets) != count:
-            raise LayoutError(
-                f"Scatter holds {len(offsets)} offsets for {count} groups: one per group is needed"
-            )
-        last = memory.nbytes - self._layout.payload_nbytes
-        if count and offsets.max() > last:
-            index = int(np.argmax(offsets > last))
-            raise LayoutError(
-                f"Scatter.offsets[{index}] is {offsets[index]}: a group of {self._layout.payload_nbytes} bytes there "
-                f"would end outside of the memory of {memory.nbytes} bytes"
-            )
-        return offsets
 
     def _requests(
         self, kind: Kind, requests: Iterable[Any], stream: Any, deadline: float | None, priority: Priority
@@ -300,17 +267,17 @@ class EngineBackend:
                 raise LayoutError(f"requests[{index}] is {request!r}: must be a {wanted.__name__}")
             ids.append(self._layout.group_id(request.key))
             place = request.into if isinstance(request, Read) else request.source
-            memory = self._memory(session, place, kind, stream)
+            memory = memory_of(session, place, kind, stream)
             if memory.nbytes != self._layout.payload_nbytes:
                 raise LayoutError(
-                    f"requests[{index}]: {_role(kind)} holds {memory.nbytes} bytes, a group has exactly "
+                    f"requests[{index}]: {role_of(kind)} holds {memory.nbytes} bytes, a group has exactly "
                     f"{self._layout.payload_nbytes}"
                 )
             memories.append(memory)
         addresses = np.array([memory.address for memory in memories], dtype=np.int64)
         is_device = any(isinstance(memory, DeviceMemory) for memory in memories)
         if is_device and not all(isinstance(memory, DeviceMemory) for memory in memories):
-            raise LayoutError(f"{_role(kind)}: host and device memory in one call: make two calls")
+            raise LayoutError(f"{role_of(kind)}: host and device memory in one call: make two calls")
         array = np.array(ids, dtype=np.int64)
         return self._start(session, kind, array, addresses, memories, deadline, priority, stream, is_device)
 
@@ -331,10 +298,10 @@ class EngineBackend:
         ):
             return None
         memory: HostMemory | DeviceMemory
-        if stream is None and place.__class__ in _HOST_TYPES:
+        if stream is None and place.__class__ in HOST_TYPES:
             memory = host_address(place, writable=True, what="into")
         else:
-            memory = self._memory(session, place, Kind.READ, stream)
+            memory = memory_of(session, place, Kind.READ, stream)
         if memory.nbytes != payload or isinstance(memory, DeviceMemory):
             return None
         plan = plan_one(layout, group_id, memory.address, session.limits, is_write=False)
@@ -349,21 +316,6 @@ class EngineBackend:
         dispatcher.adopt(transfer, ticket)
         transfer.expect_success()
         return transfer
-
-    def _memory(self, session: Session, place: object, kind: Kind, stream: Any) -> HostMemory | DeviceMemory:
-        is_device = place.__class__ not in _HOST_TYPES and is_device_memory(place)
-        if (is_device or stream is not None) and session.device is None:
-            raise UnavailableError(
-                f"{_role(kind)} is device memory, or a stream was given, and the backend was opened without a device",
-                hint="open the backend with device=INDEX, or use host memory and stream=None",
-            )
-        if is_device and session.device is not None:
-            return session.device.memory(place, what=_role(kind))
-        if stream is not None:
-            raise LayoutError(
-                f"{_role(kind)} is host memory and a stream was given: streams order device memory only"
-            )
-        return host_address(place, writable=kind is Kind.READ, what=_role(kind))
 
     def _start(
         self,
@@ -507,7 +459,7 @@ class EngineBackend:
                 "the region is not pinned by this backend: register it with a backend that has a device"
             )
         starts = check_integers(offsets, what="offsets", limit=max(1, region.nbytes - payload + 1))
-        memory, addresses = self._addresses(session, kind, place, len(starts), stream)
+        memory, addresses = addresses_of(session, kind, place, len(starts), stream)
         if not isinstance(memory, DeviceMemory):
             raise LayoutError("host memory is copied by the caller: load and save are for device memory")
         plan = _EMPTY_PLAN
@@ -596,7 +548,3 @@ class AutoBackend(EngineBackend):
     """The best rung that works."""
 
     _choice = "auto"
-
-
-def _role(kind: Kind) -> str:
-    return "into" if kind in (Kind.READ, Kind.LOAD) else "source"

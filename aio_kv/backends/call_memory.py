@@ -1,0 +1,73 @@
+"""The memory of a call: on the host or on the device, checked, and the address of each of its groups in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from aio_kv.backends.session import Session
+from aio_kv.engine import Kind
+from aio_kv.errors import LayoutError, UnavailableError
+from aio_kv.integers import Int64Array
+from aio_kv.memory import DeviceMemory, HostMemory, host_address, is_device_memory
+from aio_kv.protocols import Scatter
+
+__all__ = ["HOST_TYPES", "addresses_of", "memory_of", "role_of"]
+
+# Host memory by type: these need not be asked whether they lie on a GPU.
+HOST_TYPES = frozenset((memoryview, bytearray, bytes, np.ndarray))
+
+
+def role_of(kind: Kind) -> str:
+    """What callers call the memory of a transfer of this kind."""
+    return "into" if kind in (Kind.READ, Kind.LOAD) else "source"
+
+
+def memory_of(session: Session, place: object, kind: Kind, stream: Any) -> HostMemory | DeviceMemory:
+    """The memory behind what a caller hands over, which it borrows. Raises `LayoutError`, `UnavailableError`."""
+    is_device = place.__class__ not in HOST_TYPES and is_device_memory(place)
+    if (is_device or stream is not None) and session.device is None:
+        raise UnavailableError(
+            f"{role_of(kind)} is device memory, or a stream was given, and the backend was opened without a device",
+            hint="open the backend with device=INDEX, or use host memory and stream=None",
+        )
+    if is_device and session.device is not None:
+        return session.device.memory(place, what=role_of(kind))
+    if stream is not None:
+        raise LayoutError(
+            f"{role_of(kind)} is host memory and a stream was given: streams order device memory only"
+        )
+    return host_address(place, writable=kind is Kind.READ, what=role_of(kind))
+
+
+def addresses_of(
+    session: Session, kind: Kind, place: Any, count: int, stream: Any
+) -> tuple[HostMemory | DeviceMemory, Int64Array]:
+    """The memory of a call for `count` groups, and the address of each of them, packed or scattered."""
+    payload = session.plan.layout.payload_nbytes
+    is_scatter = isinstance(place, Scatter)
+    memory = memory_of(session, place.memory if is_scatter else place, kind, stream)
+    if is_scatter:
+        return memory, memory.address + _checked_offsets(memory, place.offsets, count, payload)
+    if memory.nbytes != count * payload:
+        raise LayoutError(
+            f"{role_of(kind)} holds {memory.nbytes} bytes: {count} groups of {payload} bytes need exactly "
+            f"{count * payload}; use Scatter to place them in larger memory"
+        )
+    return memory, memory.address + np.arange(count, dtype=np.int64) * payload
+
+
+def _checked_offsets(
+    memory: HostMemory | DeviceMemory, offsets: Int64Array, count: int, payload: int
+) -> Int64Array:
+    if len(offsets) != count:
+        raise LayoutError(f"Scatter holds {len(offsets)} offsets for {count} groups: one per group is needed")
+    last = memory.nbytes - payload
+    if count and offsets.max() > last:
+        index = int(np.argmax(offsets > last))
+        raise LayoutError(
+            f"Scatter.offsets[{index}] is {offsets[index]}: a group of {payload} bytes there would end outside of the "
+            f"memory of {memory.nbytes} bytes"
+        )
+    return offsets
