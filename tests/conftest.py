@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 from leaks import holdings, leaked_since
 from loops import LOOP_FACTORIES
 
+from aio_kv import UnavailableError
+from aio_kv.cuda import Device, DevicePath
+
 # The same examples in every run: a failure in CI is one that a developer sees too. Time limits would make a busy
 # machine fail at random.
 settings.register_profile(
@@ -53,6 +56,18 @@ def loops_have_been_used() -> None:
     for make in LOOP_FACTORIES.values():
         with asyncio.Runner(loop_factory=make) as runner:
             runner.run(asyncio.sleep(0))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_gpu_has_been_used() -> Iterator[None]:
+    """Have the CUDA driver open what it keeps for the life of the process, and hold its context, before counting."""
+    try:
+        device = Device(0)
+    except UnavailableError:
+        yield
+        return
+    with device, DevicePath(device):
+        yield
 
 
 @pytest.fixture(autouse=True)
