@@ -257,7 +257,7 @@ async def test_arguments_of_the_constructors(made: Path) -> None:
                 UringBackend(made, layout)  # type: ignore[arg-type]
         with pytest.raises(LayoutError, match="must be EngineOptions"):
             ThreadedBackend(files, options={"rings": 2})  # type: ignore[arg-type]
-        with pytest.raises(UnavailableError, match="CUDA|GPU 99"):
+        with pytest.raises(UnavailableError, match=r"CUDA|GPU 99"):
             await open_and_close(files, None, device=99)
     with pytest.raises(LayoutError, match="must be one of auto, uring, threads"):
         open_backend(made, PADDED, backend="mmap")
