@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import resource
 import time
@@ -137,7 +138,8 @@ async def test_whoever_finds_the_room_taken_keeps_its_place() -> None:
 
         async def barge() -> None:
             await first
-            await one(backend)
+            with contextlib.suppress(BusyError):  # trio wakes in any order: then the first in line was quicker
+                await one(backend)
 
         async with anyio.create_task_group() as group:
             group.start_soon(barge)
