@@ -161,6 +161,11 @@ def plan_pinned(
 
     `region` is (address, nbytes) of the host memory, `offsets` are places in it, one per device address.
     """
+    if (
+        region[1] <= 1 << _WINDOW_BITS and len(offsets) <= _PINNED_COPIES
+    ):  # all in one op: the usual small restore
+        op = _PACK_OP(0, region[0], region[1], 0, 0, len(offsets), Placement.PINNED, 0)
+        return Plan(op, 1, _pinned_copies(offsets, addresses, piece_nbytes), len(offsets), None, 1)
     windows = offsets >> _WINDOW_BITS
     order = None if windows.min() == windows.max() else np.argsort(windows, kind="stable")
     if order is not None:
@@ -175,13 +180,18 @@ def plan_pinned(
     ops["placement"] = Placement.PINNED
     ops["copy_first"] = op_starts
     ops["copy_count"] = np.diff(op_starts, append=len(offsets))
-    copies = np.empty(len(offsets), dtype=COPY_DTYPE)
-    copies["address"] = addresses
-    copies["op_offset"] = offsets - base[op_of_piece]
-    copies["nbytes"] = piece_nbytes
+    copies = _pinned_copies(offsets - base[op_of_piece], addresses, piece_nbytes)
     return Plan(
         ops, len(ops), copies, len(copies), _Requests(order, addresses, None).in_call_order(op_of_piece), 1
     )
+
+
+def _pinned_copies(op_offsets: Int64Array, addresses: Int64Array, piece_nbytes: int) -> NDArray[Any]:
+    copies = np.empty(len(op_offsets), dtype=COPY_DTYPE)
+    copies["address"] = addresses
+    copies["op_offset"] = op_offsets
+    copies["nbytes"] = piece_nbytes
+    return copies
 
 
 @dataclass(frozen=True, slots=True)

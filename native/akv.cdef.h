@@ -113,7 +113,7 @@ typedef struct {
     int (*event_destroy)(void *event);
     int (*event_record)(void *event, void *stream);
     int (*event_query)(void *event);
-    int (*stream_create)(void **stream, unsigned int flags);
+    int (*stream_create)(void **stream, unsigned int flags, int priority);
     int (*stream_destroy)(void *stream);
     int (*stream_wait_event)(void *stream, void *event, unsigned int flags);
     int (*memcpy_htod_async)(uint64_t target, const void *source, size_t nbytes, void *stream);
@@ -134,7 +134,7 @@ typedef struct {
     uint32_t kernel_nbytes_max; /* copies up to this size go by kernel */
     uint32_t batch_nbytes_max;  /* from there up to this size by memcpy_batch_async, when there are several */
     uint32_t copy_streams;
-    uint32_t reserved;
+    int32_t stream_priority; /* of the copy streams; lower numbers go first */
 } akv_device;
 
 /* How a batch with device memory is ordered. `fence` (a recorded event, or NULL) holds its copies back; `stream_key`

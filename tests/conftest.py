@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from loops import LOOP_FACTORIES
 
 from aio_kv import UnavailableError
 from aio_kv.cuda import Device, DevicePath
+
+# Read by the driver when a context is made: as many hardware queues as there are, since tests hold streams back.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # The same examples in every run: a failure in CI is one that a developer sees too. Time limits would make a busy
 # machine fail at random.

@@ -112,6 +112,13 @@ class StubDriver:
     def cuStreamCreate(self, out: int, flags: int) -> None:
         self.new(out)
 
+    def cuStreamCreateWithPriority(self, out: int, flags: int, priority: int) -> None:
+        self.new(out)
+
+    def cuCtxGetStreamPriorityRange(self, lowest: int, highest: int) -> None:
+        put(lowest, ctypes.c_int, 0)
+        put(highest, ctypes.c_int, -5)
+
     def cuStreamGetCtx(self, stream: int, out: int) -> None:
         put(out, ctypes.c_uint64, self.stream_contexts.get(stream, CONTEXTS[0]))
 
@@ -139,6 +146,13 @@ class StubDriver:
                 put(out, *answers[attribute])
                 return 0
         return 1
+
+    def cuPointerGetAttributes(self, count: int, attributes: int, places: int, address: int) -> None:
+        for index in range(count):
+            attribute = ctypes.c_int.from_address(attributes + 4 * index).value
+            self.cuPointerGetAttribute(
+                ctypes.c_uint64.from_address(places + 8 * index).value, attribute, address
+            )
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert flags == 3

@@ -62,7 +62,7 @@ _DRIVER = {
     "cuGetErrorName": "ip", "cuGetErrorString": "ip", "cuGetProcAddress": "spiqp",
     "cuMemGetInfo": "pp", "cuMemAlloc": "pz", "cuMemFree": "q", "cuMemHostAlloc": "pzu", "cuMemFreeHost": "p",
     "cuMemHostRegister": "pzu", "cuMemHostUnregister": "p", "cuMemHostGetDevicePointer": "ppu",
-    "cuPointerGetAttribute": "piq", "cuMemGetAddressRange": "ppq",
+    "cuPointerGetAttribute": "piq", "cuPointerGetAttributes": "uppq", "cuMemGetAddressRange": "ppq",
     "cuMemcpyHtoDAsync": "qpzp", "cuMemcpyDtoHAsync": "pqzp", "cuMemcpyDtoDAsync": "qqzp", "cuMemcpyAsync": "qqzp",
     "cuMemcpyHtoD": "qpz", "cuMemcpyDtoH": "pqz", "cuMemcpyBatchAsync": "pppzppzp", "cuMemsetD8Async": "qbzp",
     "cuStreamCreate": "pu", "cuStreamCreateWithPriority": "pui", "cuStreamDestroy": "p", "cuStreamQuery": "p",

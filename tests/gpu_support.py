@@ -98,8 +98,12 @@ class Gpu:
     def stream(self, *, blocking: bool = False) -> int:
         """A new stream; a blocking one is ordered with the legacy stream."""
         made = ctypes.c_void_p()
+        # Streams of one priority share hardware queues, and one that is held could hold up others by accident: they get
+        # different ones; the lowest is left to the default streams, the highest to the copy streams (a GPU has six).
+        priority = -1 - len(self._streams) % 4
         with self.device.activated():
-            self.device.call("cuStreamCreate", ctypes.byref(made), 0 if blocking else NON_BLOCKING)
+            flags = 0 if blocking else NON_BLOCKING
+            self.device.call("cuStreamCreateWithPriority", ctypes.byref(made), flags, priority)
         assert made.value
         self._streams.append(made.value)
         return made.value

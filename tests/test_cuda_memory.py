@@ -108,7 +108,7 @@ class TestMemory:
         ):
             with pytest.raises(kind, match=text):
                 device_destination(pointer, device, what="into")
-        stub.codes["cuPointerGetAttribute"] = 700
+        stub.codes["cuPointerGetAttributes"] = 700
         with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
             device_destination(inside, device, what="into")
 

@@ -371,7 +371,7 @@ class TestPath:
         names = re.findall(r"\(\*(\w+)\)\(|\b(\w+);", re.sub(r"(\(\*\w+\)\()[^;]*;", r"\1", text))
         fields = DevicePath(device).fields()
         assert set(fields) == {a or b for a, b in names} - {"reserved"}
-        assert all(value.__class__ is int and value > 0 for value in fields.values())
+        assert all(value.__class__ is int and value != 0 for value in fields.values())
         assert fields["context"] == device.context
         assert fields["event_query"] == device.table.address("cuEventQuery")
         assert (fields["kernel_blocks"], fields["kernel_threads"], fields["copy_streams"]) == (32, 256, 4)

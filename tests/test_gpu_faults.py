@@ -254,7 +254,7 @@ OPENING = {
     "cuMemHostGetDevicePointer": (1, OUT_OF_MEMORY),
     "cuMemHostGetDevicePointer-lists": (2, OUT_OF_MEMORY),
     "cuEventCreate": (100, OUT_OF_MEMORY),
-    "cuStreamCreate": (3, OUT_OF_MEMORY),
+    "cuStreamCreateWithPriority": (3, OUT_OF_MEMORY),
     "cuLaunchKernel": (2, INVALID_VALUE),
     "cuEventRecord": (1, OUT_OF_MEMORY),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aio_kv.cuda import AwaitableEvent, CopyOptions, Device, DevicePath, PinnedBuffer, Stream
-from aio_kv.cuda.stream import as_stream
+from aio_kv.cuda.stream import as_stream, handle_of
 from aio_kv.engine import CUDA_ERROR, Engine, Order
 from aio_kv.errors import ClosedError, DeviceError
 from aio_kv.memory import DeviceMemory, HostMemory, raw_view
@@ -16,13 +16,15 @@ from aio_kv.transfer import LoopBinding
 __all__ = ["DeviceSide", "OrderedStream"]
 
 _log = logging.getLogger("aio_kv")
+_KNOWN_STREAMS_MAX = 64  # checked once each: the check costs as much as the fence
 
 
 class OrderedStream:
     """A caller's stream for one transfer: the fence recorded on it at the call, and what `enqueued` asks of it."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, owner: object) -> None:
         self._stream = stream
+        self._owner = owner  # it keeps the handle from being destroyed before `wait_for`
         # Recorded inside the submitting call: it stands for what the caller has launched so far, and for nothing later.
         self._fence = stream.record()
 
@@ -45,6 +47,7 @@ class DeviceSide:
     """Opened in a thread, because finding a device and loading kernels block; closed after the engine."""
 
     def __init__(self, device: int | Device, copies: CopyOptions | None) -> None:
+        self._known_streams: dict[int, Stream] = {}
         self._owns_device = not isinstance(device, Device)
         self.device = device if isinstance(device, Device) else Device(device)
         try:
@@ -67,7 +70,17 @@ class DeviceSide:
 
     def ordered(self, stream: Any) -> OrderedStream | None:
         """The caller's stream for one transfer; None for None: no fence, the caller vouches for the order."""
-        return None if stream is None else OrderedStream(as_stream(stream, self.device))
+        if stream is None:
+            return None
+        known = None if stream.__class__ is Stream else self._known_streams.get(handle_of(stream))
+        if known is not None:
+            return OrderedStream(known, stream)
+        checked = as_stream(stream, self.device)
+        if len(self._known_streams) >= _KNOWN_STREAMS_MAX:
+            self._known_streams.clear()
+        # By handle, without its owner. Should another stream get this handle, recording on it refuses a wrong one.
+        self._known_streams[checked.handle] = Stream(checked.handle, self.device)
+        return OrderedStream(checked, stream)
 
     def record_event(self, stream: Any, engine: Engine, binding: LoopBinding) -> AwaitableEvent:
         """An event on a caller's stream that the engine watches for whoever awaits it."""

@@ -15,10 +15,25 @@ from aio_kv.memory import DeviceMemory, device_memory, is_device_memory
 
 __all__ = ["device_destination"]
 
-_INVALID_VALUE = 1
+_INVALID_VALUE, _INVALID_CONTEXT = 1, 201
 _TYPE_HOST = 1  # CUmemorytype
 # CUpointer_attribute
 _MEMORY_TYPE, _DEVICE_ORDINAL, _RANGE_START, _RANGE_NBYTES, _IS_MAPPED = 2, 9, 11, 12, 13
+_ASKED = (ctypes.c_int * 4)(_MEMORY_TYPE, _DEVICE_ORDINAL, _RANGE_START, _RANGE_NBYTES)
+_Places = ctypes.c_uint64 * 4
+
+
+class _Answers(ctypes.Structure):
+    """What the driver writes, each answer in eight bytes of its own; zeros where it knows nothing."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("_", ctypes.c_uint32),
+        ("device", ctypes.c_int32),
+        ("__", ctypes.c_uint32),
+        ("start", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+    )
 
 
 def device_destination(obj: Any, device: Device, *, what: str) -> DeviceMemory:
@@ -51,26 +66,23 @@ def _memory_of(obj: Any, device: Device, what: str) -> DeviceMemory:
 
 def _check(memory: DeviceMemory, device: Device, what: str) -> None:
     address, nbytes = memory.address, memory.nbytes
-    kind = ctypes.c_uint()
-    if not _ask(device, kind, _MEMORY_TYPE, address):
+    kind, index, start, length = _facts(device, address)
+    if kind == 0:
         raise DeviceError(
             f"{what}: CUDA knows no memory at {address:#x}: it was freed, or it is ordinary host memory",
-            call="cuPointerGetAttribute",
+            call="cuPointerGetAttributes",
             code=_INVALID_VALUE,
             hint="keep the tensor or buffer alive until the transfer has ended",
         )
-    if kind.value == _TYPE_HOST:
+    if kind == _TYPE_HOST:
         raise LayoutError(f"{what} at {address:#x} is host memory: give memory of GPU {device.index}")
-    index = ctypes.c_int(device.index)
-    _ask(device, index, _DEVICE_ORDINAL, address)
-    if index.value != device.index:
+    if index != device.index:
         raise LayoutError(
-            f"{what} at {address:#x} is on GPU {index.value}: give memory of GPU {device.index}, which the backend uses"
+            f"{what} at {address:#x} is on GPU {index}: give memory of GPU {device.index}, which the backend uses"
         )
-    start, length = ctypes.c_uint64(), ctypes.c_size_t()
     # For memory that is mapped piece by piece (torch's expandable segments) this is the whole reserved range.
-    if _ask(device, start, _RANGE_START, address) and _ask(device, length, _RANGE_NBYTES, address):
-        _check_range(memory, start.value, start.value + length.value, what)
+    if length:
+        _check_range(memory, start, start + length, what)
     is_mapped = ctypes.c_int(1)
     _ask(device, is_mapped, _IS_MAPPED, address + nbytes - 1)
     if not is_mapped.value:
@@ -78,6 +90,18 @@ def _check(memory: DeviceMemory, device: Device, what: str) -> None:
             f"{what}: no memory is mapped at {address + nbytes - 1:#x}, the last of its {nbytes} bytes",
             hint="keep the tensor or buffer alive until the transfer has ended",
         )
+
+
+def _facts(device: Device, address: int) -> tuple[int, int, int, int]:
+    """Kind of memory (0: none that CUDA knows), device, and start and length of its allocation, in one driver call."""
+    answers = _Answers()
+    at = ctypes.addressof(answers)
+    places = _Places(at, at + 8, at + 16, at + 24)
+    ask = device.table.function("cuPointerGetAttributes")
+    code = ask(len(places), ctypes.addressof(_ASKED), ctypes.addressof(places), address)
+    if code and code not in (_INVALID_VALUE, _INVALID_CONTEXT):
+        raise device.failure("cuPointerGetAttributes", code)
+    return (0, -1, 0, 0) if code else (answers.kind, answers.device, answers.start, answers.nbytes)
 
 
 def _check_range(memory: DeviceMemory, start: int, end: int, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,7 +31,7 @@ _ENGINE_ENTRIES = {
     "event_destroy": "cuEventDestroy",
     "event_record": "cuEventRecord",
     "event_query": "cuEventQuery",
-    "stream_create": "cuStreamCreate",
+    "stream_create": "cuStreamCreateWithPriority",
     "stream_destroy": "cuStreamDestroy",
     "stream_wait_event": "cuStreamWaitEvent",
     "memcpy_htod_async": "cuMemcpyHtoDAsync",
@@ -90,6 +91,7 @@ class DevicePath:
         self.kernels: Kernels | None = None
         self.kernels_refusal = "kernel_nbytes_max is 0"
         device.check_usable()
+        self._stream_priority = _highest_priority(device)
         if self.options.kernel_nbytes_max:
             self.kernels, self.kernels_refusal = prepare_kernels(device)
         with device.relaxed():
@@ -113,6 +115,7 @@ class DevicePath:
             "kernel_nbytes_max": options.kernel_nbytes_max,
             "batch_nbytes_max": options.batch_nbytes_max,
             "copy_streams": options.copy_streams,
+            "stream_priority": self._stream_priority,
         }
 
     def destination(self, obj: Any, *, what: str) -> DeviceMemory:
@@ -165,6 +168,13 @@ class DevicePath:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _highest_priority(device: Device) -> int:
+    lowest, highest = ctypes.c_int(), ctypes.c_int()
+    with device.activated():
+        device.call("cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest))
+    return highest.value
 
 
 def _within(name: str, value: int, least: int, most: int) -> None:

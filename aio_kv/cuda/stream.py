@@ -13,7 +13,7 @@ from aio_kv.cuda.device import Device
 from aio_kv.cuda.event import AwaitableEvent, Event
 from aio_kv.errors import DeviceError, LayoutError
 
-__all__ = ["Stream", "as_stream"]
+__all__ = ["Stream", "as_stream", "handle_of"]
 
 _SPECIAL_HANDLES = frozenset({0, 1, 2})
 _CAPTURE_IMPLICIT = 906
@@ -39,7 +39,7 @@ class Stream:
         device.check_usable()
         self.device = device
         self.owner = obj
-        self.handle = _handle_of(obj)
+        self.handle = handle_of(obj)
         if self.handle not in _SPECIAL_HANDLES:  # those mean the stream of whichever context is current
             _check_context(self.handle, device)
 
@@ -112,7 +112,8 @@ def as_stream(obj: Any, device: Device) -> Stream:
     return Stream(obj, device)
 
 
-def _handle_of(obj: Any) -> int:
+def handle_of(obj: Any) -> int:
+    """The handle of anything that `Stream` takes; checks nothing else. Raises `LayoutError`."""
     if obj.__class__ is int:
         return _checked(obj, obj)
     protocol = getattr(obj, "__cuda_stream__", None)

@@ -29,7 +29,7 @@ __all__ = ["Dispatcher", "DispatcherStatistics", "OpDescription"]
 
 _log = logging.getLogger("aio_kv")
 _ORDERED = (Kind.READ, Kind.WRITE, Kind.SYNC)  # loads and saves touch no file
-_SPIN_NBYTES_MAX = 16 << 10
+_SPIN_NBYTES_MAX = {Kind.READ: 16 << 10, Kind.LOAD: 512 << 10}  # some 10 us of a disk and of a bus
 _CHUNK_OPS = 4096  # ops per batch: long enough to cost nothing, short enough to spread over rings
 
 
@@ -176,7 +176,7 @@ class Dispatcher:
         return True
 
     def spin(self, transfer: Transfer) -> None:
-        """Look for the end of one small read for a moment, if it is all there is in flight.
+        """Look for the end of one small read or load for a moment, if it is all there is in flight.
 
         Where the device is slower than the spin, looking is a waste: after a few misses it is only tried now and then.
         """
@@ -184,14 +184,15 @@ class Dispatcher:
             self._spin_us == 0
             or len(self._active) != 1
             or transfer.plan.op_count != 1
-            or transfer.kind is not Kind.READ
+            or transfer.request_count * transfer.payload_nbytes > _SPIN_NBYTES_MAX.get(transfer.kind, 0)
         ):
             return
         self._spins += 1
-        if (self._spin_misses > 3 and self._spins % 64) or transfer.payload_nbytes > _SPIN_NBYTES_MAX:
+        if self._spin_misses > 3 and self._spins % 64:
             return
-        if self.engine.wait_briefly(self._spin_us):
-            self.drain()
+        for _ in range(2):  # with device memory the first news is that the copies are queued
+            if not transfer.is_done and self.engine.wait_briefly(self._spin_us):
+                self.drain()
         self._spin_misses = 0 if transfer.is_done else self._spin_misses + 1
 
     def drain(self) -> None:

@@ -3,7 +3,8 @@
  *   read    at the disk -> arrived: pending on its copy stream -> copies queued, event recorded -> event done: slot back
  *   write   slot lent: pending -> copies queued, event recorded -> event done: at the disk -> slot back
  *
- * The streams are ours and non-blocking; nothing is ever called on a caller's stream from here. All calls are made in
+ * The streams are ours and non-blocking, of the highest priority: streams of one priority share hardware queues, where
+ * copies could get stuck behind kernels that have nothing to do with them. Nothing is ever called on a caller's stream from here. All calls are made in
  * RELAXED capture mode: in the default mode an event query from this thread would break a graph capture that any other
  * thread of the process has under way. The host never waits for the device: events are queried, oldest first. */
 #include <errno.h>
@@ -82,7 +83,7 @@ static int open_streams(struct akv_reactor *r)
     for (uint32_t i = 0; i < d->event_count && code == 0; i++)
         code = AKV_CUDA(r, event_create, &d->events[i].handle, DISABLE_TIMING);
     while (d->stream_count < d->api->copy_streams && code == 0) {
-        code = AKV_CUDA(r, stream_create, &d->streams[d->stream_count].handle, NON_BLOCKING);
+        code = AKV_CUDA(r, stream_create, &d->streams[d->stream_count].handle, NON_BLOCKING, d->api->stream_priority);
         d->stream_count += code == 0;
     }
     return code;

@@ -41,6 +41,7 @@ enum { ALWAYS = 1, BARE = 2, CONTEXT = 4, UNSAFE = 8, WAITS = 16 };
     X(cuMemHostUnregister, cuMemHostUnregister, 4000, CONTEXT | UNSAFE)                              \
     X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, 3020, CONTEXT)                        \
     X(cuPointerGetAttribute, cuPointerGetAttribute, 4000, BARE)                                      \
+    X(cuPointerGetAttributes, cuPointerGetAttributes, 7000, BARE)                                    \
     X(cuMemGetAddressRange, cuMemGetAddressRange_v2, 3020, CONTEXT)                                  \
     X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 3020, CONTEXT)                                        \
     X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 3020, CONTEXT)                                        \

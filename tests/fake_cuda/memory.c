@@ -347,6 +347,22 @@ API CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr addres
     ENTRY(cuPointerGetAttribute, NULL, pointer_get_attribute(data, attribute, address));
 }
 
+/* Unlike the single form it knows no invalid pointer: what it cannot answer is 0. */
+static CUresult pointer_get_attributes(unsigned count, const int *attributes, void **data, CUdeviceptr address)
+{
+    if (!attributes || !data)
+        return CUDA_ERROR_INVALID_VALUE;
+    for (unsigned i = 0; i < count; i++)
+        if (pointer_get_attribute(data[i], attributes[i], address))
+            memset(data[i], 0, sizeof(int));
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuPointerGetAttributes(unsigned count, const int *attributes, void **data, CUdeviceptr address)
+{
+    ENTRY(cuPointerGetAttributes, NULL, pointer_get_attributes(count, attributes, data, address));
+}
+
 static CUresult mem_get_address_range(CUdeviceptr *base, size_t *nbytes, CUdeviceptr address)
 {
     struct region *r = address ? region_at(address) : NULL;
