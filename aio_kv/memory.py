@@ -92,6 +92,9 @@ def is_device_memory(obj: object) -> bool:
     return callable(dlpack_device) and dlpack_device()[0] in _DLPACK_GPU_KINDS
 
 
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
+
+
 def host_address(obj: object, *, writable: bool, what: str) -> HostMemory:
     """Return address and length of host memory, in one or two microseconds.
 
@@ -107,7 +110,7 @@ def host_address(obj: object, *, writable: bool, what: str) -> HostMemory:
         and obj.nbytes
     ):
         # The usual case without the questions that this already answers.
-        return HostMemory(ctypes.addressof(ctypes.c_char.from_buffer(obj)), obj.nbytes, obj)
+        return HostMemory._make((_addressof(_from_buffer(obj)), obj.nbytes, obj))
     if hasattr(obj, "data_ptr"):
         return _pointer(obj, what)
     view = _checked_view(obj, writable, what)

@@ -176,9 +176,8 @@ def check_ranges(case: Case, plan: Plan, *, is_write: bool) -> None:
     starts = ops["file"].astype(np.int64) * case.layout.nbytes_per_layer + ops["file_offset"].astype(np.int64)
     ends = starts + ops["nbytes"]
     assert (starts[1:] >= ends[:-1]).all()
-    assert plan.op_of_request is not None
     wanted = case.layout.stride if is_write else case.layout.payload_nbytes
-    for group, first in zip(case.ids.tolist(), plan.op_of_request.tolist(), strict=True):
+    for group, first in zip(case.ids.tolist(), plan.first_ops(len(case.ids)).tolist(), strict=True):
         last = first + plan.ops_per_request - 1
         begin = group * case.layout.stride
         assert starts[first] <= begin
@@ -318,8 +317,7 @@ def test_a_twin_is_read_once() -> None:
     layout = GroupLayout(1, 64, 8, 1, 4096, 1)
     plan = plan_groups(layout, np.array([5, 9, 5, 5]), BASE + np.arange(4) * 4096, LIMITS, is_write=False)
     assert (plan.op_count, plan.copy_count) == (2, 3)
-    assert plan.op_of_request is not None
-    assert plan.op_of_request.tolist() == [0, 1, 0, 0]
+    assert plan.first_ops(4).tolist() == [0, 1, 0, 0]
 
 
 def cost_of(work: Callable[[], object], repeats: int = 15) -> float:

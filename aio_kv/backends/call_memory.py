@@ -55,7 +55,8 @@ def addresses_of(
             f"{role_of(kind)} holds {memory.nbytes} bytes: {count} groups of {payload} bytes need exactly "
             f"{count * payload}; use Scatter to place them in larger memory"
         )
-    return memory, memory.address + np.arange(count, dtype=np.int64) * payload
+    addresses = np.arange(memory.address, memory.address + memory.nbytes, payload, dtype=np.int64)
+    return memory, addresses
 
 
 def _checked_offsets(
@@ -64,8 +65,10 @@ def _checked_offsets(
     if len(offsets) != count:
         raise LayoutError(f"Scatter holds {len(offsets)} offsets for {count} groups: one per group is needed")
     last = memory.nbytes - payload
-    if count and offsets.max() > last:
-        index = int(np.argmax(offsets > last))
+    # Seen as unsigned: an offset that has become negative since the Scatter was made is found as well.
+    unsigned = offsets.view(np.uint64)
+    if count and (last < 0 or np.maximum.reduce(unsigned) > last):
+        index = int(np.argmax(unsigned > max(last, 0)))
         raise LayoutError(
             f"Scatter.offsets[{index}] is {offsets[index]}: a group of {payload} bytes there would end outside of the "
             f"memory of {memory.nbytes} bytes"

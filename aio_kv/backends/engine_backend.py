@@ -306,7 +306,8 @@ class EngineBackend:
             return None
         plan = plan_one(layout, group_id, memory.address, session.limits, is_write=False)
         results = bytearray(8)
-        batch = Batch(Kind.READ, plan.ops, 1, results, plan.copies, plan.copy_count, priority, 0, memory)
+        fields = (Kind.READ, plan.ops, 1, results, plan.copies, plan.copy_count, priority, 0, memory, None)
+        batch = Batch._make(fields)
         ticket = dispatcher.submit_ahead(batch)
         if ticket is None:
             return None

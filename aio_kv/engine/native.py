@@ -265,27 +265,32 @@ class Engine:
         Each is done, or, with device memory, enqueued.
         """
         news: dict[Ticket, None] = {}  # a ticket that was enqueued and is done by now is told of once
+        finished, live = self._finished, self._live
         with self._lock:
             if self._handle is None:
                 return []
             count = _DRAIN_MAX
             while count == _DRAIN_MAX:
-                count = self._lib.akv_engine_drain(self._check_process(), self._finished, _DRAIN_MAX)
+                count = self._lib.akv_engine_drain(self._check_process(), finished, _DRAIN_MAX)
                 for i in range(count):
-                    record = self._finished[i]
-                    ticket = self._live[record.ticket]
-                    ticket.status, ticket.failed = record.status, record.failed
+                    record = finished[i]
+                    number = record.ticket
+                    ticket = live[number]
                     news[ticket] = None
+                    status = record.status
+                    if status:
+                        ticket.status, ticket.failed = status, record.failed
                     if record.stage:
                         ticket.event = record.event
                         ticket.is_enqueued = True
                         continue
-                    del self._live[record.ticket]
+                    del live[number]
                     self._load[ticket.ring] -= ticket.op_count
-                    if ticket.status <= -CUDA_ERROR:
+                    if status <= -CUDA_ERROR:
                         _leaked.append(ticket.owners)  # the hardware may still read or write there
                     ticket.owners = ()
-                    ticket.event = 0
+                    if ticket.event:
+                        ticket.event = 0
                     ticket.is_done = True
         if self._waiter.is_polled:
             self._waiter.after_drain(bool(news))

@@ -250,9 +250,7 @@ class Transfer:
     def _request_codes(self) -> tuple[NDArray[Any], Int64Array]:
         """For each request its code, and the op that it comes from (the first of its ops that failed)."""
         codes = self.records()["code"]
-        first = self.plan.op_of_request
-        if first is None:
-            first = np.zeros(self.request_count, dtype=np.int64)
+        first = self.plan.first_ops(self.request_count)
         pieces = first[:, None] + np.arange(self.plan.ops_per_request)
         worst = np.argmax(codes[pieces] != 0, axis=1)
         op = pieces[np.arange(len(pieces)), worst]
