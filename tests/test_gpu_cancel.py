@@ -190,8 +190,9 @@ async def test_close_with_a_held_stream_leaks_on_purpose(
     stream, buffer = gpu.stream(), gpu.buffer(4 * 4096, OLD)
     with filled(tmp_path) as files:
         into, is_alive = owned(buffer)
-        with gpu.holding(stream), caplog.at_level(logging.ERROR, "aio_kv"):
-            async with backend_on(rung, files, gpu.device, drain_timeout=0.1) as kv:
+        # Opened before the stream is held: loading kernels waits for a GPU to have nothing else to do.
+        async with backend_on(rung, files, gpu.device, drain_timeout=0.1) as kv:
+            with gpu.holding(stream), caplog.at_level(logging.ERROR, "aio_kv"):
                 transfer = kv.read_groups(apart(4), into, stream=stream)
                 await transfer.enqueued()
                 engine = kv._require_session().opened.engine
@@ -199,12 +200,12 @@ async def test_close_with_a_held_stream_leaks_on_purpose(
                 del into, transfer
                 with anyio.fail_after(5):
                     await kv.aclose()
-            assert "are leaked, not freed" in caplog.text
-            assert engine in native._leaked
-            assert not engine.is_closed
-            assert is_alive()
-            if gpu.is_fake:
-                assert gpu.needs_fake("").live("registered") > 0
+                assert "are leaked, not freed" in caplog.text
+                assert engine in native._leaked
+                assert not engine.is_closed
+                assert is_alive()
+                if gpu.is_fake:
+                    assert gpu.needs_fake("").live("registered") > 0
         # Once the copies are done the reactor ends by itself; giving back what was leaked is this test's own affair.
         await until(lambda: engine.is_stopped, "the reactor ends")
         native._leaked.remove(engine)

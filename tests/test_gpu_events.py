@@ -176,8 +176,9 @@ async def test_a_cancelled_wait_for_an_event_ends_at_once(gpu: Gpu, tmp_path: Pa
 @on_every_loop
 async def test_close_ends_the_wait_for_an_event(gpu: Gpu, tmp_path: Path) -> None:
     stream = gpu.stream()
-    with filled(tmp_path, LAYOUT) as files, gpu.holding(stream):
+    with filled(tmp_path, LAYOUT) as files:
         async with backend_on("uring", files, gpu.device) as kv:
+            gpu.hold(stream)
             event = kv.record_event(stream)
 
             async def wait() -> None:
@@ -191,6 +192,7 @@ async def test_close_ends_the_wait_for_an_event(gpu: Gpu, tmp_path: Path) -> Non
                     await kv.aclose()
         with pytest.raises(ClosedError, match="closed"):
             await event
+    gpu.release(stream)
     gpu.finish(stream)
     assert event.is_done
     await event

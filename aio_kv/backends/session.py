@@ -145,7 +145,9 @@ class Session:
             self.plan.close_files(self.files)
             # After a fault what was queued may still run: then the kernels stay loaded and the context is kept.
             if self.device is not None and not statistics.engine.device_error:
-                self.device.close()
+                # Unloading kernels may wait for whatever else the GPU is doing: not in the event loop.
+                _, again = await self.binding.run_in_thread(self.device.close)
+                cancelled = cancelled or again
         self._is_closed = True
         for wake in self._close_waiters:
             wake()
