@@ -23,7 +23,9 @@ from aio_kv.layout import GroupLayout
 
 __all__ = [
     "COPY_DTYPE",
+    "EMPTY_PLAN",
     "OP_DTYPE",
+    "PINNED_COPIES_MAX",
     "RESULT_DTYPE",
     "IoLimits",
     "Placement",
@@ -31,6 +33,7 @@ __all__ = [
     "plan_groups",
     "plan_one",
     "plan_pinned",
+    "plan_pinned_copies",
 ]
 
 # The memory of these is what the native engine reads (akv_op, akv_copy, akv_result in native/akv.cdef.h).
@@ -65,7 +68,7 @@ class Placement(IntEnum):
 
 
 # As plain integers: NumPy takes its time with enumerations.
-_DIRECT, _STAGED, _VECTORED = int(Placement.DIRECT), int(Placement.STAGED), int(Placement.VECTORED)
+_DIRECT, _STAGED, _VECTORED, _PINNED = (int(placement) for placement in Placement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class Plan(NamedTuple):
 
     ops: NDArray[Any] | bytes
     op_count: int
-    copies: NDArray[Any] | bytes | None
+    copies: NDArray[Any] | bytes | bytearray | None
     copy_count: int
     op_of_request: Int64Array | None
     ops_per_request: int
@@ -104,6 +107,7 @@ class Plan(NamedTuple):
         return first
 
 
+EMPTY_PLAN: Final = Plan(np.empty(0, OP_DTYPE), 0, None, 0, np.empty(0, np.int64), 1)
 _plan_of = Plan._make  # at a third of the cost of naming the fields
 
 
@@ -197,7 +201,7 @@ def _groups_apart(
     return Plan(ops, len(ops), None, 0, None, 1, order)
 
 
-_PINNED_COPIES = 1024  # copies in one op of a load or save
+PINNED_COPIES_MAX: Final = 1024  # in one op of a load or save
 _WINDOW_BITS = 31  # an op reaches over 2 GiB of pinned memory: its copies have 32-bit offsets
 
 
@@ -209,7 +213,7 @@ def plan_pinned(
     `region` is (address, nbytes) of the host memory, `offsets` are places in it, one per device address.
     """
     if (
-        region[1] <= 1 << _WINDOW_BITS and len(offsets) <= _PINNED_COPIES
+        region[1] <= 1 << _WINDOW_BITS and len(offsets) <= PINNED_COPIES_MAX
     ):  # all in one op: the usual small restore
         op = _PACK_OP(0, region[0], region[1], 0, 0, len(offsets), Placement.PINNED, 0)
         return Plan(op, 1, _pinned_copies(offsets, addresses, piece_nbytes), len(offsets), None, 1)
@@ -219,7 +223,7 @@ def plan_pinned(
         offsets, addresses, windows = offsets[order], addresses[order], windows[order]
     is_same_window = np.zeros(len(windows), dtype=bool)
     np.equal(windows[1:], windows[:-1], out=is_same_window[1:])
-    op_starts, op_of_piece, _ = _cut(is_same_window, _PINNED_COPIES)
+    op_starts, op_of_piece, _ = _cut(is_same_window, PINNED_COPIES_MAX)
     base = windows[op_starts] << _WINDOW_BITS
     ops = np.zeros(len(op_starts), dtype=OP_DTYPE)
     ops["address"] = region[0] + base
@@ -231,6 +235,12 @@ def plan_pinned(
     return Plan(
         ops, len(ops), copies, len(copies), _Requests(order, addresses, None).in_call_order(op_of_piece), 1
     )
+
+
+def plan_pinned_copies(region: tuple[int, int], copies: NDArray[Any] | bytes | bytearray, count: int) -> Plan:
+    """Plan copies that are listed already, as one op: at most PINNED_COPIES_MAX, in a region of at most 2 GiB."""
+    op = _PACK_OP(0, region[0], region[1], 0, 0, count, _PINNED, 0)
+    return _plan_of((op, 1, copies, count, None, 1, None))
 
 
 def _pinned_copies(op_offsets: Int64Array, addresses: Int64Array, piece_nbytes: int) -> NDArray[Any]:

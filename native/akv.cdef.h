@@ -107,6 +107,7 @@ typedef struct {
 
 typedef struct {
     void *context;
+    int (*ctx_get_current)(void **context);
     int (*ctx_set_current)(void *context);
     int (*thread_exchange_capture_mode)(int *mode);
     int (*event_create)(void **event, unsigned int flags);
@@ -115,6 +116,7 @@ typedef struct {
     int (*event_query)(void *event);
     int (*stream_create)(void **stream, unsigned int flags, int priority);
     int (*stream_destroy)(void *stream);
+    int (*stream_is_capturing)(void *stream, int *status);
     int (*stream_wait_event)(void *stream, void *event, unsigned int flags);
     int (*memcpy_htod_async)(uint64_t target, const void *source, size_t nbytes, void *stream);
     int (*memcpy_dtoh_async)(void *target, uint64_t source, size_t nbytes, void *stream);
@@ -127,6 +129,8 @@ typedef struct {
     int (*mem_host_register)(void *memory, size_t nbytes, unsigned int flags);
     int (*mem_host_unregister)(void *memory);
     int (*mem_host_get_device_pointer)(uint64_t *device, void *memory, unsigned int flags);
+    int (*pointer_get_attribute)(void *value, int attribute, uint64_t address);
+    int (*pointer_get_attributes)(unsigned int count, int *attributes, void **values, uint64_t address);
     void *gather; /* kernel(const akv_kernel_copy *list, uint32_t count) */
     void *scatter;
     uint32_t kernel_blocks;
@@ -228,6 +232,12 @@ int akv_engine_drain(akv_engine *engine, akv_completion *out, uint32_t max);
 /* Spins until something can be drained (1) or `microseconds` have passed (0). After a 1 the caller has to drain: the
  * descriptor may not have been told. */
 int akv_engine_poll(akv_engine *engine, uint32_t microseconds);
+/* For a submitting call with device memory, in its own thread. Each answers 1 when all is well; on a 0 the caller asks the
+ * driver itself what is wrong. */
+int akv_engine_is_device_memory(akv_engine *engine, uint64_t address, uint64_t nbytes, int32_t ordinal);
+int akv_engine_fence(akv_engine *engine, void *stream, void *event);
+int akv_pinned_copies(akv_copy *copies, uint32_t count, const int64_t *offsets, uint64_t region_nbytes, uint64_t device,
+                      uint64_t device_nbytes, const int64_t *places, uint32_t nbytes);
 int akv_engine_cancel(akv_engine *engine, int64_t ticket);
 int akv_engine_stop(akv_engine *engine);
 int akv_engine_stopped(akv_engine *engine);

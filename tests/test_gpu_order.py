@@ -157,15 +157,18 @@ async def test_a_later_fence_does_not_hold_up_earlier_copies(gpu: Gpu, tmp_path:
     stream, busy = gpu.stream(), gpu.stream()
     first, second, other = (gpu.buffer(2 * 4096, OLD) for _ in range(3))
     with filled(tmp_path, LAYOUT) as files:
-        async with backend_on("uring", files, gpu.device, faults=delayed(50_000)) as kv:
+        async with backend_on("uring", files, gpu.device, faults=delayed(150_000)) as kv:
             with gpu.holding(busy):
                 held = kv.read_groups([0, 2], other, stream=busy)
                 await held.enqueued()  # from now on the reactor asks the driver for its end, again and again
                 early = kv.read_groups([4, 6], first, stream=stream)
+                await anyio.sleep(
+                    0.05
+                )  # its reads are back from the disk, and delayed: the others come after them
                 gpu.stall(stream)
                 late = kv.read_groups([8, 10], second, stream=stream)
                 with gpu.driver_occupied():
-                    await anyio.sleep(0.1)  # both have arrived, and the reactor is still in its call
+                    await anyio.sleep(0.3)  # both have arrived, and the reactor is still in its call
                 await ends_within(early)
                 assert is_all(gpu.download(first), NEW)
                 assert is_all(gpu.download(second), OLD)

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 
 from aio_kv.backends.session import Session
-from aio_kv.engine import Kind
+from aio_kv.engine import Engine, Kind
 from aio_kv.errors import LayoutError, UnavailableError
-from aio_kv.integers import Int64Array
+from aio_kv.integers import Int64Array, check_integers
 from aio_kv.memory import DeviceMemory, HostMemory, host_address, is_device_memory
+from aio_kv.plan import EMPTY_PLAN, PINNED_COPIES_MAX, Plan, plan_pinned, plan_pinned_copies
 from aio_kv.protocols import Scatter
+from aio_kv.transfer import LandingRegion
 
-__all__ = ["HOST_TYPES", "addresses_of", "memory_of", "role_of"]
+__all__ = ["HOST_TYPES", "addresses_of", "memory_of", "pinned_plan", "role_of"]
+
+_INT64 = np.dtype(np.int64)
 
 # Host memory by type: these need not be asked whether they lie on a GPU.
 HOST_TYPES = frozenset((memoryview, bytearray, bytes, np.ndarray))
@@ -46,17 +50,61 @@ def addresses_of(
 ) -> tuple[HostMemory | DeviceMemory, Int64Array]:
     """The memory of a call for `count` groups, and the address of each of them, packed or scattered."""
     payload = session.plan.layout.payload_nbytes
-    is_scatter = isinstance(place, Scatter)
-    memory = memory_of(session, place.memory if is_scatter else place, kind, stream)
-    if is_scatter:
-        return memory, memory.address + _checked_offsets(memory, place.offsets, count, payload)
+    memory = memory_of(session, place.memory if isinstance(place, Scatter) else place, kind, stream)
+    return memory, _addresses_in(memory, kind, place, count, payload)
+
+
+def _addresses_in(
+    memory: HostMemory | DeviceMemory, kind: Kind, place: Any, count: int, payload: int
+) -> Int64Array:
+    if isinstance(place, Scatter):
+        return memory.address + _checked_offsets(memory, place.offsets, count, payload)
     if memory.nbytes != count * payload:
         raise LayoutError(
             f"{role_of(kind)} holds {memory.nbytes} bytes: {count} groups of {payload} bytes need exactly "
             f"{count * payload}; use Scatter to place them in larger memory"
         )
-    addresses = np.arange(memory.address, memory.address + memory.nbytes, payload, dtype=np.int64)
-    return memory, addresses
+    return np.arange(memory.address, memory.address + memory.nbytes, payload, dtype=np.int64)
+
+
+def pinned_plan(
+    session: Session, kind: Kind, region: LandingRegion, offsets: Any, place: Any, stream: Any
+) -> tuple[DeviceMemory, Plan, int]:
+    """The device memory of a load or save, its plan, and the number of its copies."""
+    payload, engine = session.plan.layout.payload_nbytes, session.opened.engine
+    is_scatter = place.__class__ is Scatter
+    memory = memory_of(session, place.memory if is_scatter else place, kind, stream)
+    if not isinstance(memory, DeviceMemory):
+        raise LayoutError("host memory is copied by the caller: load and save are for device memory")
+    places = place.offsets if is_scatter else None
+    if (
+        _is_small_array(offsets)
+        and (places is None or len(places) == len(offsets))
+        and isinstance(engine, Engine)
+    ):
+        # The usual restore. Whatever does not fit is found by the questions below, which say what it is.
+        copies = engine.pinned_copies(offsets, region.nbytes, memory, places, payload)
+        if copies is not None:
+            return (
+                memory,
+                plan_pinned_copies((region.address, region.nbytes), copies, len(offsets)),
+                len(offsets),
+            )
+    starts = check_integers(offsets, what="offsets", limit=max(1, region.nbytes - payload + 1))
+    addresses = _addresses_in(memory, kind, place, len(starts), payload)
+    if len(starts) == 0:
+        return memory, EMPTY_PLAN, 0
+    return memory, plan_pinned((region.address, region.nbytes), starts, addresses, payload), len(starts)
+
+
+def _is_small_array(offsets: Any) -> bool:
+    return (
+        offsets.__class__ is np.ndarray
+        and offsets.dtype is _INT64
+        and offsets.ndim == 1
+        and 0 < offsets.size <= PINNED_COPIES_MAX
+        and offsets.flags.carray
+    )
 
 
 def _checked_offsets(

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aio_kv.cuda import AwaitableEvent, CopyOptions, Device, DevicePath, PinnedBuffer, Stream
+from aio_kv.cuda.event import Event
 from aio_kv.cuda.stream import as_stream, handle_of
-from aio_kv.engine import CUDA_ERROR, Engine, Order
+from aio_kv.engine import CUDA_ERROR, Engine, IoEngine, Order
 from aio_kv.errors import ClosedError, DeviceError
-from aio_kv.memory import DeviceMemory, HostMemory, raw_view
+from aio_kv.memory import DeviceMemory, HostMemory, device_memory, raw_view
 from aio_kv.transfer import LoopBinding
 
 __all__ = ["DeviceSide", "OrderedStream"]
@@ -22,11 +23,11 @@ _KNOWN_STREAMS_MAX = 64  # checked once each: the check costs as much as the fen
 class OrderedStream:
     """A caller's stream for one transfer: the fence recorded on it at the call, and what `enqueued` asks of it."""
 
-    def __init__(self, stream: Stream, owner: object) -> None:
+    def __init__(self, stream: Stream, owner: object, fence: Event) -> None:
         self._stream = stream
         self._owner = owner  # it keeps the handle from being destroyed before `wait_for`
         # Recorded inside the submitting call: it stands for what the caller has launched so far, and for nothing later.
-        self._fence = stream.record()
+        self._fence = fence
 
     @property
     def order(self) -> Order:
@@ -48,6 +49,7 @@ class DeviceSide:
 
     def __init__(self, device: int | Device, copies: CopyOptions | None) -> None:
         self._known_streams: dict[int, Stream] = {}
+        self._engine: Engine | None = None
         self._owns_device = not isinstance(device, Device)
         self.device = device if isinstance(device, Device) else Device(device)
         try:
@@ -56,12 +58,20 @@ class DeviceSide:
             self._close_device()
             raise
 
+    def attach(self, engine: IoEngine) -> None:
+        """Have the engine, which was opened with `fields`, make the calls to the driver that every transfer makes."""
+        self._engine = engine if isinstance(engine, Engine) else None
+
     def fields(self) -> Mapping[str, int]:
         """What the engine is told of the device."""
         return self.path.fields()
 
     def memory(self, place: Any, *, what: str) -> DeviceMemory:
         """The device memory behind what a caller hands over, checked. Raises `DeviceError`, `LayoutError`."""
+        if self._engine is not None and hasattr(place, "data_ptr"):
+            memory = device_memory(place, what=what)
+            if self._engine.is_device_memory(memory.address, memory.nbytes, self.device.index):
+                return memory
         return self.path.destination(place, what=what)
 
     def pin(self, memory: HostMemory) -> PinnedBuffer:
@@ -74,13 +84,23 @@ class DeviceSide:
             return None
         known = None if stream.__class__ is Stream else self._known_streams.get(handle_of(stream))
         if known is not None:
-            return OrderedStream(known, stream)
+            return OrderedStream(known, stream, self._fence_on(known))
         checked = as_stream(stream, self.device)
         if len(self._known_streams) >= _KNOWN_STREAMS_MAX:
             self._known_streams.clear()
         # By handle, without its owner. Should another stream get this handle, recording on it refuses a wrong one.
         self._known_streams[checked.handle] = Stream(checked.handle, self.device)
-        return OrderedStream(checked, stream)
+        return OrderedStream(checked, stream, self._fence_on(checked))
+
+    def _fence_on(self, stream: Stream) -> Event:
+        """Record on a stream in one step where all is well, and in those that say what is wrong where it is not."""
+        if self._engine is None:
+            return stream.record()
+        event = self.device.events.lend()
+        if self._engine.fence(stream.handle, event.handle):
+            return event
+        event.release()
+        return stream.record()
 
     def record_event(self, stream: Any, engine: Engine, binding: LoopBinding) -> AwaitableEvent:
         """An event on a caller's stream that the engine watches for whoever awaits it."""

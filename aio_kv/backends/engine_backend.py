@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from aio_kv.backends.call_memory import HOST_TYPES, addresses_of, memory_of, role_of
+from aio_kv.backends.call_memory import HOST_TYPES, addresses_of, memory_of, pinned_plan, role_of
 from aio_kv.backends.rungs import Refusal
 from aio_kv.backends.session import PathLike, Session, SessionPlan, check_options
 from aio_kv.backends.statistics import Statistics
@@ -23,17 +23,17 @@ from aio_kv.engine import Batch, Engine, EngineStatistics, Kind, Order
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import ClosedError, LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
-from aio_kv.integers import Int64Array, check_integers
+from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout
 from aio_kv.memory import DeviceMemory, HostMemory, host_address
-from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one, plan_pinned
+from aio_kv.plan import EMPTY_PLAN, Plan, plan_groups, plan_one
 from aio_kv.protocols import Priority, Read, Scatter, Write, check_count, limited
 from aio_kv.transfer import LandingRegion, LoopBinding, Transfer, current_binding
 from aio_kv.transfer.dispatcher import DispatcherStatistics
 
 __all__ = ["AutoBackend", "EngineBackend", "ThreadedBackend", "UringBackend"]
 
-_EMPTY_PLAN = Plan(np.empty(0, OP_DTYPE), 0, None, 0, np.empty(0, np.int64), 1)
+_NO_GROUP = np.empty(0, np.int64)  # of no file: there is nothing to order it against
 
 
 class EngineBackend:
@@ -332,7 +332,7 @@ class EngineBackend:
         within: HostMemory | DeviceMemory | None = None,
     ) -> Transfer:
         count = len(ids)
-        plan, first, last = _EMPTY_PLAN, 0, 0
+        plan, first, last = EMPTY_PLAN, 0, 0
         if count:
             is_write = kind is Kind.WRITE
             plan = plan_groups(
@@ -388,6 +388,7 @@ class EngineBackend:
             if transfer.stream is not None:
                 transfer.stream.release()
             raise
+        transfer.expect_success()
         if transfer.kind is Kind.WRITE:
             session.note_write(transfer, self._layers_of(transfer.group_ids))
 
@@ -453,21 +454,13 @@ class EngineBackend:
         how: tuple[Any, float | None, Priority],
     ) -> Transfer:
         session = self._require_session()
-        payload = self._layout.payload_nbytes
         stream, deadline, priority = how
         if region not in session.table.regions or region.pin is None:
             raise LayoutError(
                 "the region is not pinned by this backend: register it with a backend that has a device"
             )
-        starts = check_integers(offsets, what="offsets", limit=max(1, region.nbytes - payload + 1))
-        memory, addresses = addresses_of(session, kind, place, len(starts), stream)
-        if not isinstance(memory, DeviceMemory):
-            raise LayoutError("host memory is copied by the caller: load and save are for device memory")
-        plan = _EMPTY_PLAN
-        if len(starts):
-            plan = plan_pinned((region.address, region.nbytes), starts, addresses, payload)
-        no_group = np.empty(0, np.int64)  # of no file: there is nothing to order it against
-        transfer = self._make(session, kind, plan, no_group, len(starts), (memory, place), deadline, priority)
+        memory, plan, count = pinned_plan(session, kind, region, offsets, place, stream)
+        transfer = self._make(session, kind, plan, _NO_GROUP, count, (memory, place), deadline, priority)
         self._order(session, transfer, stream)
         self._hand_over(session, transfer, region.address, region.address)
         return transfer

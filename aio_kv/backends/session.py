@@ -90,6 +90,8 @@ class Session:
         self._writes = 0
         self._unsynced: dict[int, int] = {}  # layer: number of its last write that no sync has covered
         self._failed_write: str | None = None
+        if device is not None:
+            device.attach(opened.engine)
         binding.watch(opened.engine.fileno(), self.dispatcher.drain)
 
     @classmethod

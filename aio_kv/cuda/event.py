@@ -123,14 +123,19 @@ class EventPool:
         """How many handles are lent."""
         return self._made - len(self._idle)
 
+    def lend(self) -> Event:
+        """An event that somebody else records at once. Raises `BusyError` when `capacity` events are lent."""
+        event = Event.__new__(Event)
+        event._pool, event._is_done = self, False
+        event._handle = self._take()
+        return event
+
     def record(self, stream: int) -> Event:
         """Record on the stream with this handle, in the device's context, which must be current.
 
         Raises `BusyError` when `capacity` events are lent, `DeviceError`.
         """
-        event = Event.__new__(Event)
-        event._pool, event._is_done = self, False
-        event._handle = self._take()
+        event = self.lend()
         code = self._device.table.function("cuEventRecord")(event._handle, stream)
         if code:
             raise self._device.failure("cuEventRecord", code)

@@ -25,6 +25,7 @@ _PER_THREAD_STREAM = 2
 
 # The entries that the native engine calls, by the name of their field in akv_device (native/akv.cdef.h).
 _ENGINE_ENTRIES = {
+    "ctx_get_current": "cuCtxGetCurrent",
     "ctx_set_current": "cuCtxSetCurrent",
     "thread_exchange_capture_mode": "cuThreadExchangeStreamCaptureMode",
     "event_create": "cuEventCreate",
@@ -33,6 +34,7 @@ _ENGINE_ENTRIES = {
     "event_query": "cuEventQuery",
     "stream_create": "cuStreamCreateWithPriority",
     "stream_destroy": "cuStreamDestroy",
+    "stream_is_capturing": "cuStreamIsCapturing",
     "stream_wait_event": "cuStreamWaitEvent",
     "memcpy_htod_async": "cuMemcpyHtoDAsync",
     "memcpy_dtoh_async": "cuMemcpyDtoHAsync",
@@ -41,6 +43,8 @@ _ENGINE_ENTRIES = {
     "mem_host_register": "cuMemHostRegister",
     "mem_host_unregister": "cuMemHostUnregister",
     "mem_host_get_device_pointer": "cuMemHostGetDevicePointer",
+    "pointer_get_attribute": "cuPointerGetAttribute",
+    "pointer_get_attributes": "cuPointerGetAttributes",
 }
 
 

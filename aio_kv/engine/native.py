@@ -18,11 +18,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aio_kv.engine.batch import CUDA_ERROR, Batch, Kind, Ticket
+from aio_kv.engine.batch import CUDA_ERROR, Batch, Kind, Order, Ticket
 from aio_kv.engine.options import EngineOptions
 from aio_kv.engine.statistics import EngineStatistics, RingInfo
 from aio_kv.engine.waiting import TicketWaiter, wait_readable
 from aio_kv.errors import BusyError, ClosedError, DeviceError, LayoutError, UnavailableError, storage_error
+from aio_kv.memory import DeviceMemory
 from aio_kv.plan import IoLimits
 from aio_kv.positional import aligned_buffer
 
@@ -189,6 +190,7 @@ class Engine:
             raise _refusal(-code[0], _WHERE[where[0]])
         self._handle: Any = handle
         self._finished = _akv.ffi.new("akv_completion[]", _DRAIN_MAX)
+        self._order = _akv.ffi.new("akv_order *")
         self._fileno: int = self._lib.akv_engine_fileno(handle)
         _engines.add(self)
 
@@ -220,9 +222,7 @@ class Engine:
                 copies,
                 copy_count,
                 results,
-                self._null
-                if order is None
-                else _akv.ffi.new("akv_order *", (_pointer(order.fence), order.stream_key)),
+                self._order_struct(order) if order is not None else self._null,
             )
             # What follows happens while the device works.
             if number >= 0:
@@ -258,6 +258,35 @@ class Engine:
                 ticket = self._live[number] = Ticket(number, (owner,), 0, ring=0, tag=tag)
                 return ticket
         raise _submit_error(number, 0)
+
+    def _order_struct(self, order: Order) -> Any:
+        # One for all: the call that it is handed to copies it, under the same lock.
+        struct = self._order
+        struct.fence, struct.stream_key = _pointer(order.fence), order.stream_key
+        return struct
+
+    def is_device_memory(self, address: int, nbytes: int, ordinal: int) -> bool:
+        """Whether memory is wholly the device's. False may have any reason: ask the driver for it."""
+        return self._lib.akv_engine_is_device_memory(self._open_handle(), address, nbytes, ordinal) == 1  # type: ignore[no-any-return]
+
+    def fence(self, stream: int, event: int) -> bool:
+        """Record an event handle on a stream that is not capturing. False may have any reason, as above."""
+        return self._lib.akv_engine_fence(self._open_handle(), _pointer(stream), _pointer(event)) == 1  # type: ignore[no-any-return]
+
+    def pinned_copies(
+        self, offsets: Any, region_nbytes: int, memory: DeviceMemory, places: Any, nbytes: int
+    ) -> bytearray | None:
+        """COPY_DTYPE records of copies of `nbytes` between a region and device memory, in the order of the call.
+
+        `offsets` and `places` (None: packed) are int64 arrays of one length. None if any copy passes an end.
+        """
+        copies = bytearray(16 * len(offsets))
+        target = self._from_buffer("akv_copy[]", copies, True)
+        sources = self._from_buffer("int64_t[]", offsets)
+        targets = self._null if places is None else self._from_buffer("int64_t[]", places)
+        end = memory.address, memory.nbytes, targets, nbytes
+        is_filled = self._lib.akv_pinned_copies(target, len(offsets), sources, region_nbytes, *end) == 1
+        return copies if is_filled else None
 
     def drain(self) -> list[Ticket]:
         """Collect the tickets that have news, in that order; never waits.

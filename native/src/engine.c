@@ -12,7 +12,8 @@
 
 static bool is_device_sound(const akv_device *d)
 {
-    return d->context && d->ctx_set_current && d->thread_exchange_capture_mode && d->event_create && d->event_destroy &&
+    return d->context && d->ctx_get_current && d->ctx_set_current && d->stream_is_capturing && d->pointer_get_attribute &&
+           d->pointer_get_attributes && d->thread_exchange_capture_mode && d->event_create && d->event_destroy &&
            d->event_record && d->event_query && d->stream_create && d->stream_destroy && d->stream_wait_event &&
            d->memcpy_htod_async && d->memcpy_dtoh_async && d->mem_host_register && d->mem_host_unregister &&
            d->mem_host_get_device_pointer && (d->launch_kernel || (!d->gather && !d->scatter)) && d->kernel_blocks >= 1 &&

@@ -55,13 +55,16 @@ static void count_in_flight(struct akv_reactor *r, const struct akv_flight *f, i
     }
 }
 
-/* Puts the flight on the list of things to do later, at `due_ns`. */
+/* Puts the flight on the list of things to do later, at `due_ns`: the soonest first, and in the order of the delays. */
 static void delay(struct akv_reactor *r, struct akv_flight *f, int64_t due_ns, bool is_late)
 {
     f->is_late = is_late;
     f->due_ns = due_ns;
-    f->next = r->delayed;
-    r->delayed = f;
+    struct akv_flight **place = &r->delayed;
+    while (*place && (*place)->due_ns <= due_ns)
+        place = &(*place)->next;
+    f->next = *place;
+    *place = f;
 }
 
 /* Asks the source for what is missing. */
@@ -259,17 +262,20 @@ void akv_flight_answer(struct akv_reactor *r, struct akv_flight *f, int32_t resu
     judge(r, f, result);
 }
 
-/* Answers and asks whose time has come. The list is taken whole: what is delayed again meanwhile waits its turn. */
+/* Answers and asks whose time has come. What is delayed again meanwhile waits its turn. */
 void akv_flight_release_due(struct akv_reactor *r, int64_t now_ns)
 {
-    struct akv_flight *list = r->delayed;
-    r->delayed = NULL;
-    while (list) {
-        struct akv_flight *f = list;
-        list = f->next;
-        if (f->due_ns > now_ns)
-            delay(r, f, f->due_ns, f->is_late);
-        else if (f->is_late)
+    struct akv_flight *due = r->delayed, **end = &r->delayed;
+    while (*end && (*end)->due_ns <= now_ns)
+        end = &(*end)->next;
+    if (end == &r->delayed)
+        return;
+    r->delayed = *end;
+    *end = NULL;
+    while (due) {
+        struct akv_flight *f = due;
+        due = f->next;
+        if (f->is_late)
             judge(r, f, f->result);
         else
             ask(r, f);
