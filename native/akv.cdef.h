@@ -238,6 +238,7 @@ int akv_engine_is_device_memory(akv_engine *engine, uint64_t address, uint64_t n
 int akv_engine_fence(akv_engine *engine, void *stream, void *event);
 int akv_pinned_copies(akv_copy *copies, uint32_t count, const int64_t *offsets, uint64_t region_nbytes, uint64_t device,
                       uint64_t device_nbytes, const int64_t *places, uint32_t nbytes);
+void akv_host_function(void *eventfd);
 int akv_engine_cancel(akv_engine *engine, int64_t ticket);
 int akv_engine_stop(akv_engine *engine);
 int akv_engine_stopped(akv_engine *engine);

@@ -19,6 +19,7 @@ from gpu_support import (
     looks,
     on_asyncio,
     on_every_loop,
+    until,
 )
 
 from aio_kv import (
@@ -175,24 +176,27 @@ async def test_a_cancelled_wait_for_an_event_ends_at_once(gpu: Gpu, tmp_path: Pa
 
 @on_every_loop
 async def test_close_ends_the_wait_for_an_event(gpu: Gpu, tmp_path: Path) -> None:
+    """At once. The rest of the close may last: a GPU gives registered memory back only when all streams are through."""
     stream = gpu.stream()
     with filled(tmp_path, LAYOUT) as files:
         async with backend_on("uring", files, gpu.device) as kv:
             gpu.hold(stream)
             event = kv.record_event(stream)
+            refused: list[ClosedError] = []
 
             async def wait() -> None:
-                with pytest.raises(ClosedError, match="closed"):
+                try:
                     await event
+                except ClosedError as error:
+                    refused.append(error)
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(wait)
                 await looks(kv, 3)
-                with anyio.fail_after(5):
-                    await kv.aclose()
-        with pytest.raises(ClosedError, match="closed"):
-            await event
-    gpu.release(stream)
-    gpu.finish(stream)
+                tasks.start_soon(kv.aclose)
+                await until(lambda: bool(refused), "the wait ends")
+                gpu.release(stream)
+            assert "closed" in str(refused[0])
+        gpu.finish(stream)
     assert event.is_done
     await event

@@ -381,6 +381,9 @@ class EngineBackend:
         if session.table.regions:
             last = last_address + self._layout.payload_nbytes - 1
             transfer.use_regions(session.table.covering(first_address, last))
+        self._begin(session, transfer)
+
+    def _begin(self, session: Session, transfer: Transfer) -> None:
         try:
             session.dispatcher.start(transfer)
         except BaseException:
@@ -462,7 +465,8 @@ class EngineBackend:
         memory, plan, count = pinned_plan(session, kind, region, offsets, place, stream)
         transfer = self._make(session, kind, plan, _NO_GROUP, count, (memory, place), deadline, priority)
         self._order(session, transfer, stream)
-        self._hand_over(session, transfer, region.address, region.address)
+        transfer.use_regions((region,))
+        self._begin(session, transfer)
         return transfer
 
     def record_event(self, stream: Any) -> Any:

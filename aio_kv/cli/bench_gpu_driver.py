@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from aio_kv.cuda import CopyOptions, Device, DeviceBuffer
 from aio_kv.cuda.kernels import Kernels
+from aio_kv.engine.native import host_function
 from aio_kv.integers import Int64Array
 from aio_kv.protocols import Scatter
 
@@ -88,6 +89,11 @@ class Driver:
         """Whether the driver has cuMemcpyBatchAsync."""
         return self.device.table.has("cuMemcpyBatchAsync")
 
+    @property
+    def has_host_functions(self) -> bool:
+        """Whether host functions run by themselves; those of the test's driver wait until somebody asks for events."""
+        return self.device.table.has("cuLaunchHostFunc") and not self.device.table.is_fake
+
     def new_stream(self) -> int:
         """A non-blocking stream, destroyed by `close`."""
         made = ctypes.c_void_p()
@@ -103,6 +109,13 @@ class Driver:
                 self.device.call("cuStreamSynchronize", stream)
                 self.device.call("cuStreamDestroy", stream)
         self._streams.clear()
+
+    def tell_after(self, notify: int, eventfd: int) -> None:
+        """Have a host function on the stream `notify` write an eventfd once the driver's stream has got here."""
+        call = self.device.call
+        call("cuEventRecord", self._event, self.stream)
+        call("cuStreamWaitEvent", notify, self._event, 0)
+        call("cuLaunchHostFunc", notify, host_function(), eventfd)
 
     def copy_one_by_one(self, job: CopyJob) -> None:
         """One cuMemcpyHtoDAsync per copy."""

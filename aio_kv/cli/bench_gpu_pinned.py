@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import cycle
@@ -32,6 +34,7 @@ _IN_FLIGHT = 4
 _FILE_NBYTES = 4 << 20  # only there because a backend has files
 _RESTORE_GROUPS = 64
 _RESTORE_JOBS = 32
+_LOOK_US = 50
 _WORK_GROUPS = 1280  # 5 MiB: about 100 us of PCIe gen5 x16
 
 Timed = Callable[[], Awaitable[float]]
@@ -113,9 +116,10 @@ def _issues(driver: Driver, nbytes: int) -> dict[str, Callable[[CopyJob], None]]
 
 async def bench_restore(desk: GpuDesk, pool: PinnedPool) -> None:
     """Latency of 64 groups of 4 KiB: until the event of the copies is done, until `enqueued`, until the await ends."""
-    jobs = cycle(pool.jobs(_SMALL, _RESTORE_GROUPS, count=_RESTORE_JOBS))
+    prepared = pool.jobs(_SMALL, _RESTORE_GROUPS, count=_RESTORE_JOBS)
+    jobs = cycle(prepared)
     async with _pinned_backend(desk, pool, _SMALL) as (kv, region):
-        ours = _Restore(kv, region, jobs, desk.driver)
+        ours = _Restore(kv, region, prepared, desk.driver)
         contenders: dict[str, Timed] = {
             "event": ours.until_event,
             "await": ours.until_awaited,
@@ -144,12 +148,17 @@ class _Restore:
     """Single small restores through a backend, each timed in one of three ways and then awaited."""
 
     def __init__(
-        self, kv: EngineBackend, region: LandingRegion, jobs: cycle[CopyJob], driver: Driver
+        self, kv: EngineBackend, region: LandingRegion, jobs: Sequence[CopyJob], driver: Driver
     ) -> None:
+        session = kv._require_session()
+        assert isinstance(session.opened.engine, Engine)
+        assert session.device is not None
         self._kv = kv
+        self._engine = session.opened.engine
+        self._side = session.device
         self._region = region
-        self._jobs = jobs
-        self._driver = driver
+        self._jobs = cycle(jobs)
+        self._batches = cycle([self._batch(job) for job in jobs])
         self._stream = driver.new_stream()
 
     def _start(self) -> Transfer:
@@ -170,31 +179,28 @@ class _Restore:
         return seconds
 
     async def until_event(self) -> float:
-        """From handing a planned batch over, its fence included, until the event behind its copies is done.
+        """From handing a planned batch over, its fence included, until the engine has found its event done.
 
-        No event loop takes part: look for the event's handle, then query it, never pausing.
+        No event loop takes part: the calling thread looks without a pause.
         """
-        job = next(self._jobs)
-        session = self._kv._require_session()
-        engine, side = session.opened.engine, session.device
-        assert isinstance(engine, Engine)
-        assert side is not None
-        target = side.memory(job.scatter.memory, what="into")
+        batch = next(self._batches)
+        start = time.perf_counter()
+        caller = self._side.ordered(self._stream)
+        assert caller is not None
+        ticket = self._engine.submit(batch._replace(order=caller.order))
+        while not ticket.is_done:
+            self._engine.wait_briefly(_LOOK_US)
+            self._engine.drain()
+        seconds = time.perf_counter() - start
+        caller.release()
+        return seconds
+
+    def _batch(self, job: CopyJob) -> Batch:
+        target = self._side.memory(job.scatter.memory, what="into")
         where = self._region.address, self._region.nbytes
         plan = plan_pinned(where, job.offsets, target.address + job.scatter.offsets, job.nbytes)
         results = np.zeros(plan.op_count, RESULT_DTYPE)
-        batch = Batch(Kind.LOAD, plan.ops, plan.op_count, results, plan.copies, plan.copy_count, owner=job)
-        start = time.perf_counter()
-        caller = side.ordered(self._stream)
-        assert caller is not None
-        ticket = engine.submit(batch._replace(order=caller.order))
-        while not (ticket.is_done or (ticket.event and self._driver.is_done(ticket.event))):
-            engine.drain()
-        seconds = time.perf_counter() - start
-        while not ticket.is_done:
-            engine.drain()
-        caller.release()
-        return seconds
+        return Batch(Kind.LOAD, plan.ops, plan.op_count, results, plan.copies, plan.copy_count, owner=job)
 
 
 async def _issue_and_spin(driver: Driver, issue: Callable[[CopyJob], None], jobs: cycle[CopyJob]) -> float:
@@ -232,13 +238,53 @@ async def bench_events(desk: GpuDesk, pool: PinnedPool) -> None:
             driver.record_and_spin()
             return time.perf_counter() - start
 
-        for has_work, name in ((False, "idle"), (True, "after_100us")):
-            contenders: dict[str, Timed] = {
-                "await": partial(awaited, has_work),
-                "spin": partial(spun, has_work),
-            }
-            found = await _latencies(desk, contenders, f"event, {name.replace('_', ' ')}")
-            _add_event_rows(desk, name, found)
+        notified = _HostFunction(driver)
+        try:
+
+            async def told(has_work: bool) -> float:
+                start = time.perf_counter()
+                if has_work:
+                    work()
+                await notified.wait()
+                return time.perf_counter() - start
+
+            for has_work, name in ((False, "idle"), (True, "after_100us")):
+                contenders: dict[str, Timed] = {
+                    "await": partial(awaited, has_work),
+                    "spin": partial(spun, has_work),
+                }
+                if driver.has_host_functions:
+                    contenders["host_function"] = partial(told, has_work)
+                found = await _latencies(desk, contenders, f"event, {name.replace('_', ' ')}")
+                _add_event_rows(desk, name, found)
+        finally:
+            notified.close()
+
+
+class _HostFunction:
+    """The other way to learn of an event: a host function on a stream of its own writes an eventfd."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._stream = driver.new_stream()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[None] | None = None
+        self._loop.add_reader(self._fd, self._on_ready)
+
+    async def wait(self) -> None:
+        self._future = self._loop.create_future()
+        self._driver.tell_after(self._stream, self._fd)
+        await self._future
+
+    def _on_ready(self) -> None:
+        os.eventfd_read(self._fd)
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
 
 
 def _add_event_rows(desk: GpuDesk, name: str, found: dict[str, list[Latency]]) -> None:
@@ -247,6 +293,8 @@ def _add_event_rows(desk: GpuDesk, name: str, found: dict[str, list[Latency]]) -
     note = "record_event to the awaiting task; the baseline asks without pause"
     for percentile, figures in (("p50", p50), ("p99", p99)):
         baselines = {"spinning_query": figures["spin"]}
+        if "host_function" in figures:
+            baselines["host_function"] = figures["host_function"]
         desk.report.add(f"event_{name}_{percentile}", "us", figures["await"], baselines=baselines, note=note)
     if name != "idle":
         late = [ours - other for ours, other in zip(p50["await"], p50["spin"], strict=True)]

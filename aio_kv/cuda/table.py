@@ -87,6 +87,7 @@ ENTRIES: dict[str, Entry] = {
     "cuMemcpyHtoDAsync": Entry(3020, "dpnp", "cuMemcpyHtoDAsync_v2"),
     "cuMemcpyDtoHAsync": Entry(3020, "pdnp", "cuMemcpyDtoHAsync_v2"),
     "cuMemcpyBatchAsync": Entry(13000, "pppnppnp", "cuMemcpyBatchAsync_v2", is_optional=True),
+    "cuLaunchHostFunc": Entry(10000, "ppp", is_optional=True),
     "cuModuleLoadData": Entry(2000, "pp"),
     "cuModuleUnload": Entry(2000, "p"),
     "cuModuleGetFunction": Entry(2000, "ppp"),

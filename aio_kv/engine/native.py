@@ -34,7 +34,7 @@ try:
 except ImportError as missing:
     _import_error = str(missing)
 
-__all__ = ["Engine", "allocate_host", "extension_error", "has_extension"]
+__all__ = ["Engine", "allocate_host", "extension_error", "has_extension", "host_function"]
 
 _log = logging.getLogger("aio_kv")
 _DRAIN_MAX = 256
@@ -77,6 +77,12 @@ def allocate_host(nbytes: int) -> memoryview:
             free(slab, nbytes)
 
     return memoryview(_akv.ffi.buffer(_akv.ffi.gc(pointer, release, nbytes), nbytes))
+
+
+def host_function() -> int:
+    """The address of a CUDA host function that writes the eventfd it is given. For the benchmark."""
+    _require_extension()
+    return int(_akv.ffi.cast("uintptr_t", _akv.ffi.addressof(_akv.lib, "akv_host_function")))
 
 
 def _require_extension() -> None:

@@ -73,6 +73,14 @@ int akv_engine_fence(akv_engine *e, void *stream, void *event)
     return code == 0 && capture == 0;
 }
 
+/* A CUDA host function that tells an eventfd: the other way to learn of an event, for the benchmark to compare. */
+void akv_host_function(void *eventfd)
+{
+    uint64_t one = 1;
+    if (write((int)(intptr_t)eventfd, &one, sizeof one) < 0)
+        return; /* nobody to tell it to: the driver's thread takes no answer */
+}
+
 /* 1: `copies` has been filled, one for each of `count` pieces of `nbytes` between a region (`offsets` in it) and device
  * memory (`places` in it, or packed where that is NULL), and every piece lies within both. */
 int akv_pinned_copies(akv_copy *copies, uint32_t count, const int64_t *offsets, uint64_t region_nbytes, uint64_t device,

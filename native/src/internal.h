@@ -153,7 +153,7 @@ struct akv_device_state {
     uint64_t *batch_targets, *batch_sources; /* scratch of one memcpy_batch_async */
     size_t *batch_sizes;
     uint32_t kernel_count, batch_count;
-    int64_t poll_ns; /* how long to sleep between looks at events: doubling */
+    int64_t poll_ns; /* how long to sleep between looks at events: growing */
 };
 
 struct akv_region {

@@ -137,7 +137,9 @@ static int64_t time_to_sleep_ns(struct akv_reactor *r, int64_t now_ns)
         struct akv_device_state *d = &r->device;
         if (now_ns + d->poll_ns < until)
             until = now_ns + d->poll_ns;
-        d->poll_ns = 2 * d->poll_ns < AKV_POLL_NS_MAX ? 2 * d->poll_ns : AKV_POLL_NS_MAX;
+        d->poll_ns += d->poll_ns / 4; /* so it learns of an end at most a quarter late */
+        if (d->poll_ns > AKV_POLL_NS_MAX)
+            d->poll_ns = AKV_POLL_NS_MAX;
     }
     return until > now_ns ? until - now_ns : 0;
 }
