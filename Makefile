@@ -6,7 +6,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RUN := $(CURDIR)/build/gpu-run
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types sanitize wheel docs-check gpu-test gpu-bench gpu-site venv clean
+.PHONY: help demo test lint format types sanitize wheel docs-check gpu-test gpu-bench gpu-ready venv clean
 
 help:
 	@echo "make demo        run the demonstration, on generated data and on a small language model"
@@ -17,8 +17,8 @@ help:
 	@echo "make sanitize    C code under ASan, UBSan and TSan; Python engine tests under ASan"
 	@echo "make docs-check  run the notebooks in docs/"
 	@echo "make wheel       sdist and abi3 wheel in dist/"
-	@echo "make gpu-test    GPU_WHEELS=DIR: the suite on a machine with a GPU, from wheels, without network"
-	@echo "make gpu-bench   GPU_WHEELS=DIR: the benchmarks, likewise"
+	@echo "make gpu-test    the suite on a machine with a GPU     (GPU_WHEELS=DIR: from wheels, without network)"
+	@echo "make gpu-bench   the benchmarks, likewise"
 	@echo "make venv        only the set-up             make clean   remove what was built"
 
 venv:
@@ -65,26 +65,33 @@ wheel:
 	$(PYTHON) -m build --no-isolation
 	@ls dist
 
-# On a machine without network: everything comes from GPU_WHEELS, a folder with the wheel of this project and with
-# those of its dependencies that the machine's python3 lacks. Nothing of that python3 is changed.
-gpu-site:
-	@if [ -z "$(GPU_WHEELS)" ]; then \
-		echo "GPU_WHEELS is not set: make gpu-test GPU_WHEELS=DIR, where DIR holds the aio_kv wheel ('make wheel')" \
-			"and the wheels of the dependencies that python3 on this machine lacks" >&2; exit 2; fi
+# With GPU_WHEELS=DIR, on a machine without network: everything comes from DIR, which holds the wheel of this project and
+# those of its dependencies that the machine's python3 lacks; nothing of that python3 is changed. Without it, the machine
+# sets itself up as for `make test`. Run from an empty folder, since in the checkout its aio_kv, which has no extension
+# there, would be imported instead.
+ifdef GPU_WHEELS
+GPU_ENV := PYTHONPATH="$(GPU_SITE)" PYTHONDONTWRITEBYTECODE=1
+GPU_PYTHON := python3
+gpu-ready:
 	@if [ -z "$$(ls "$(GPU_WHEELS)"/aio_kv-*.whl 2>/dev/null)" ]; then \
 		echo "GPU_WHEELS=$(GPU_WHEELS) holds no aio_kv-*.whl: build one with 'make wheel' and copy it there" >&2; exit 2; fi
 	@rm -rf "$(GPU_SITE)" "$(GPU_RUN)" && mkdir -p "$(GPU_RUN)"
 	python3 -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-index --no-deps --no-compile \
 		--find-links "$(GPU_WHEELS)" --target "$(GPU_SITE)" "$(GPU_WHEELS)"/*.whl
+else
+GPU_PYTHON := $(CURDIR)/.venv/bin/python
+gpu-ready:
+	@scripts/setup.sh dev cuda13
+	@mkdir -p "$(GPU_RUN)"
+endif
 
-# Run from an empty folder: in the checkout its aio_kv, which has no extension there, would be imported instead.
-gpu-test: gpu-site
-	cd "$(GPU_RUN)" && PYTHONPATH="$(GPU_SITE)" PYTHONDONTWRITEBYTECODE=1 \
-		python3 -m pytest --import-mode=importlib -p no:cacheprovider $(PYTEST_ARGS) "$(CURDIR)/tests"
+gpu-test: gpu-ready
+	cd "$(GPU_RUN)" && $(GPU_ENV) $(GPU_PYTHON) -m pytest --import-mode=importlib -p no:cacheprovider \
+		$(PYTEST_ARGS) "$(CURDIR)/tests"
 
-gpu-bench: gpu-site
-	cd "$(GPU_RUN)" && PYTHONPATH="$(GPU_SITE)" PYTHONDONTWRITEBYTECODE=1 python3 -m aio_kv bench disk --json
-	cd "$(GPU_RUN)" && PYTHONPATH="$(GPU_SITE)" PYTHONDONTWRITEBYTECODE=1 python3 -m aio_kv bench gpu --json
+gpu-bench: gpu-ready
+	cd "$(GPU_RUN)" && $(GPU_ENV) $(GPU_PYTHON) -m aio_kv bench disk --json
+	cd "$(GPU_RUN)" && $(GPU_ENV) $(GPU_PYTHON) -m aio_kv bench gpu --json
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis aio_kv/engine/_akv*.so
