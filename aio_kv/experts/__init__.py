@@ -1,7 +1,9 @@
 """MoE expert weights: where each expert lies in the files of a model."""
 
 from aio_kv.experts.expert_map import ExpertMap
+from aio_kv.experts.gguf_header import GgufArray, GgufShard, GgufTensor
+from aio_kv.experts.gguf_index import GgufIndex
 from aio_kv.experts.segments import DirectSegment
 from aio_kv.experts.slot_image import SlotPart
 
-__all__ = ["DirectSegment", "ExpertMap", "SlotPart"]
+__all__ = ["DirectSegment", "ExpertMap", "GgufArray", "GgufIndex", "GgufShard", "GgufTensor", "SlotPart"]
