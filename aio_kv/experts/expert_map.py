@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from aio_kv.errors import LayoutError
+from aio_kv.experts.gguf_experts import gguf_experts
+from aio_kv.experts.gguf_index import GgufIndex
+from aio_kv.experts.safetensors_experts import safetensors_experts, safetensors_paths
 from aio_kv.experts.segments import DirectSegment
 from aio_kv.experts.slot_image import LayerExperts, SlotPart
 from aio_kv.integers import check_index
@@ -21,12 +25,39 @@ class ExpertMap:
     same tensors in the same order.
     """
 
+    @classmethod
+    def from_gguf(
+        cls, model: GgufIndex | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    ) -> ExpertMap:
+        """Map the experts of a GGUF model: an index, or paths as `GgufIndex.open` takes them.
+
+        Stacked tensors, gate and up fused or not, and old tensors per expert, with their biases and scales. Raises
+        `LayoutError` for a dense model and for a quantisation that is not known, `CorruptionError` where tensors
+        contradict one another, and what `GgufIndex.open` raises. Blocks, unless `model` is an index.
+        """
+        index = model if isinstance(model, GgufIndex) else GgufIndex.open(model)
+        return cls(index.paths, gguf_experts(index))
+
+    @classmethod
+    def from_safetensors(
+        cls, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, prefix: str = ""
+    ) -> ExpertMap:
+        """Map the experts of a model in safetensors files.
+
+        `paths` is one file, the first of several shards, their index (`model.safetensors.index.json`), or all of them.
+        Where they hold several models, `prefix` says how the names of the tensors of one begin. An expert's tensors
+        lie in a slot in the order in which they do in the file, and neighbours are one segment. Raises `LayoutError`,
+        `CorruptionError` or `StorageError`. Blocks.
+        """
+        found = safetensors_paths(paths)
+        return cls(found, safetensors_experts(found, prefix=prefix))
+
     def __init__(self, paths: tuple[Path, ...], experts: Mapping[int, LayerExperts]) -> None:
+        if not experts:
+            raise LayoutError(f"{_names(paths)}: no experts, so there is nothing to map")
         self._paths = paths
         self._experts = dict(sorted(experts.items()))
         self._slot_nbytes = {layer: found.slot_nbytes for layer, found in self._experts.items()}
-        if not self._experts:
-            raise LayoutError(f"{_names(paths)}: no experts, so there is nothing to map")
 
     @property
     def paths(self) -> tuple[Path, ...]:
