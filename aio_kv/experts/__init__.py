@@ -3,7 +3,17 @@
 from aio_kv.experts.expert_map import ExpertMap
 from aio_kv.experts.gguf_header import GgufArray, GgufShard, GgufTensor
 from aio_kv.experts.gguf_index import GgufIndex
+from aio_kv.experts.packed_file import PackedFile
 from aio_kv.experts.segments import DirectSegment
 from aio_kv.experts.slot_image import SlotPart
 
-__all__ = ["DirectSegment", "ExpertMap", "GgufArray", "GgufIndex", "GgufShard", "GgufTensor", "SlotPart"]
+__all__ = [
+    "DirectSegment",
+    "ExpertMap",
+    "GgufArray",
+    "GgufIndex",
+    "GgufShard",
+    "GgufTensor",
+    "PackedFile",
+    "SlotPart",
+]
