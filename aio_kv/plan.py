@@ -43,7 +43,7 @@ OP_DTYPE: Final = np.dtype(
         ("copy_first", "=u4"),
         ("copy_count", "=u4"),
         ("placement", "=u4"),
-        ("reserved", "=u4"),
+        ("nbytes_owed", "=u4"),
     ]
 )
 COPY_DTYPE: Final = np.dtype([("address", "=u8"), ("op_offset", "=u4"), ("nbytes", "=u4")])
