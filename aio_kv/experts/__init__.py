@@ -1,0 +1,7 @@
+"""MoE expert weights: where each expert lies in the files of a model."""
+
+from aio_kv.experts.expert_map import ExpertMap
+from aio_kv.experts.segments import DirectSegment
+from aio_kv.experts.slot_image import SlotPart
+
+__all__ = ["DirectSegment", "ExpertMap", "SlotPart"]
