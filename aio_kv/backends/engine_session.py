@@ -7,16 +7,19 @@ give memory back, close files. Cancellation interrupts neither.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from aio_kv.backends.device_side import DeviceSide
 from aio_kv.backends.rungs import EngineFiles, OpenedEngine, open_engine
 from aio_kv.backends.statistics import Statistics
 from aio_kv.cuda import Device
+from aio_kv.engine import Order
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import LayoutError
-from aio_kv.transfer import Dispatcher, LoopBinding
+from aio_kv.transfer import Dispatcher, LoopBinding, Transfer
 from aio_kv.transfer.binding import require_current
 from aio_kv.transfer.region import RegionTable
 
@@ -140,6 +143,45 @@ class EngineSession(Generic[FilesT]):
         cancelled = await self.binding.wait_until(lambda: self._is_closed, self._close_waiters.append, None)
         if cancelled is not None:
             raise cancelled
+
+    def deadline_ns(self, deadline: float) -> int:
+        """A time on the loop's clock as the engine wants it. Raises `LayoutError` for what is not a time."""
+        if deadline.__class__ not in (int, float) or math.isnan(deadline):
+            raise LayoutError(
+                f"deadline is {deadline!r}: must be a time on the clock of anyio.current_time()"
+            )
+        left = min(max(deadline - self.binding.time(), -1e9), 1e9)  # infinities are deadlines too
+        return max(1, time.monotonic_ns() + int(left * 1e9))
+
+    def order(self, transfer: Transfer, stream: Any) -> None:
+        """Order the copies of a transfer with device memory after all that the caller has launched on its stream.
+
+        The last thing before the hand-over: the fence stands for what was launched before the call, and no more.
+        """
+        assert self.device is not None
+        transfer.stream = self.device.ordered(stream)
+        transfer.order = Order(0, 0) if transfer.stream is None else transfer.stream.order
+
+    def order_behind(self, transfer: Transfer, stream: Any) -> None:
+        """Order nothing before the copies of a transfer, and have `enqueued` order the caller's stream after them.
+
+        For memory that the caller knows to be free, whatever its stream is still doing.
+        """
+        assert self.device is not None
+        transfer.stream = self.device.follower(stream)
+        transfer.order = Order(0, 0) if transfer.stream is None else transfer.stream.order
+
+    def hand_over(self, transfer: Transfer, first_address: int, last_address: int) -> None:
+        """Start a transfer whose memory lies between the two addresses. Raises `BusyError`, `ClosedError`."""
+        if self.table.regions:
+            transfer.use_regions(self.table.covering(first_address, last_address))
+        try:
+            self.dispatcher.start(transfer)
+        except BaseException:
+            transfer.release_regions()
+            if transfer.stream is not None:
+                transfer.stream.release()
+            raise
 
     def check_loop(self) -> None:
         """Raise `ClosedError` in any loop but the session's own."""

@@ -1,7 +1,9 @@
-"""MoE expert weights: where each expert lies in the files of a model."""
+"""MoE expert weights: where each expert lies in the files of a model, and reading them from there."""
 
 from aio_kv.experts.expert_map import ExpertMap
+from aio_kv.experts.posix import PosixExpertReader
+from aio_kv.experts.reader import ExpertReader
 from aio_kv.experts.segments import DirectSegment
 from aio_kv.experts.slot_image import SlotPart
 
-__all__ = ["DirectSegment", "ExpertMap", "SlotPart"]
+__all__ = ["DirectSegment", "ExpertMap", "ExpertReader", "PosixExpertReader", "SlotPart"]
