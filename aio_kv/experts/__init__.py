@@ -1,9 +1,18 @@
 """MoE expert weights: where each expert lies in the files of a model, and reading them from there."""
 
 from aio_kv.experts.expert_map import ExpertMap
+from aio_kv.experts.gguf_index import GgufIndex, GgufTensor
 from aio_kv.experts.posix import PosixExpertReader
 from aio_kv.experts.reader import ExpertReader
 from aio_kv.experts.segments import DirectSegment
 from aio_kv.experts.slot_image import SlotPart
 
-__all__ = ["DirectSegment", "ExpertMap", "ExpertReader", "PosixExpertReader", "SlotPart"]
+__all__ = [
+    "DirectSegment",
+    "ExpertMap",
+    "ExpertReader",
+    "GgufIndex",
+    "GgufTensor",
+    "PosixExpertReader",
+    "SlotPart",
+]
