@@ -43,7 +43,7 @@ OP_DTYPE: Final = np.dtype(
         ("copy_first", "=u4"),
         ("copy_count", "=u4"),
         ("placement", "=u4"),
-        ("reserved", "=u4"),
+        ("nbytes_owed", "=u4"),
     ]
 )
 COPY_DTYPE: Final = np.dtype([("address", "=u8"), ("op_offset", "=u4"), ("nbytes", "=u4")])
@@ -82,7 +82,8 @@ class Plan(NamedTuple):
     """The I/Os of one transfer.
 
     `ops` (OP_DTYPE) in file order and `copies` (COPY_DTYPE), grouped by op, are read by the engine until the transfer
-    has ended. Request i is done when ops `op_of_request[i]` to `+ ops_per_request` are.
+    has ended. Request i is done when ops `op_of_request[i]` to `+ ops_per_request` are; that is one number for all
+    requests, or one for each.
     """
 
     ops: NDArray[Any] | bytes
@@ -90,7 +91,7 @@ class Plan(NamedTuple):
     copies: NDArray[Any] | bytes | None
     copy_count: int
     op_of_request: Int64Array | None
-    ops_per_request: int
+    ops_per_request: int | Int64Array
 
 
 def plan_one(

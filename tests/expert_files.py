@@ -1,38 +1,73 @@
-"""Small MoE models in files, and reading experts out of them in the plainest way there is."""
+"""Files with random bytes in the place of a model, and maps that say where in them experts lie."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from aio_kv.cli.expert_models import ExpertModel
+import numpy as np
+
 from aio_kv.experts import ExpertMap
-
-__all__ = ["MODELS", "all_experts", "slot_bytes"]
-
-# Every form, encoding, alignment and number of files, each with several of the others.
-MODELS = {
-    "separate": ExpertModel("qwen3moe", 3, 4, 256, 512, "Q4_K", "Q6_K", num_dense_layers=1),
-    "fused": ExpertModel("llama4", 2, 3, 256, 256, "Q8_0", "F16", form="fused", alignment=4096),
-    "single": ExpertModel("llama", 2, 4, 256, 256, "Q4_K", "Q6_K", form="single"),
-    "biases": ExpertModel("gpt-oss", 2, 4, 96, 96, "MXFP4", "MXFP4", has_biases=True),
-    "shards": ExpertModel("deepseek2", 4, 5, 64, 96, "Q8_0", "F16", num_dense_layers=2, shards=3),
-    "aligned shards": ExpertModel("qwen2moe", 3, 8, 256, 256, "Q4_K", "Q6_K", alignment=4096, shards=4),
-    "one expert": ExpertModel("llama", 1, 1, 32, 32, "F16", "Q8_0"),
-}
+from aio_kv.experts.slot_image import ExpertTensor, LayerExperts
 
 
-def slot_bytes(experts: ExpertMap, layer: int, expert: int) -> bytes:
-    """What a slot holds once every segment has been read."""
-    slot = bytearray()
-    for segment in experts.segments(layer, expert):
-        assert segment.slot_offset == len(slot)
-        with Path(experts.paths[segment.shard]).open("rb") as file:
-            file.seek(segment.file_offset)
-            slot += file.read(segment.nbytes)
-        assert segment.slot_offset + segment.nbytes == len(slot), "the file is long enough"
-    return bytes(slot)
+@dataclass(frozen=True)
+class Model:
+    """Shards on disk, the map over them, and their bytes."""
+
+    experts: ExpertMap
+    content: tuple[bytes, ...]
+
+    def image(self, layer: int, expert: int) -> bytes:
+        """What a slot of the layer begins with once the expert is in it."""
+        return b"".join(
+            self.content[part.shard][part.file_offset : part.file_offset + part.nbytes]
+            for part in self.experts.segments(layer, expert)
+        )
+
+    def everything(self) -> list[tuple[int, int]]:
+        """Every (layer, expert)."""
+        layers = self.experts.layers
+        return [(layer, expert) for layer in layers for expert in range(self.experts.num_experts(layer))]
 
 
-def all_experts(experts: ExpertMap) -> list[tuple[int, int]]:
-    """Every layer and expert."""
-    return [(layer, expert) for layer in experts.layers for expert in range(experts.num_experts(layer))]
+def make_model(
+    folder: Path,
+    *,
+    sizes: Sequence[Sequence[int]] = ((5000, 5000, 7001), (4096, 8192, 4096), (33,)),
+    num_experts: int = 4,
+    gap: int = 96,
+    shards: int = 2,
+    alignment: int = 32,
+    seed: int = 1,
+) -> Model:
+    """Write `shards` files: layer l has tensors of `sizes[l]` bytes per expert, one after the other, `gap` bytes apart.
+
+    Tensors begin on multiples of `alignment`. The last tensor of each file ends with the file.
+    """
+    ends = [17] * shards  # a header of sorts
+    layers: dict[int, LayerExperts] = {}
+    for layer, widths in enumerate(sizes):
+        tensors = []
+        for index, nbytes in enumerate(widths):
+            shard = (layer + index) % shards
+            start = -(-(ends[shard] + gap) // alignment) * alignment
+            ends[shard] = start + nbytes * num_experts
+            tensors.append(
+                ExpertTensor(
+                    role=f"role{index}",
+                    type_name="F16",
+                    names=(f"{layer}.{index}",) * num_experts,
+                    shards=(shard,) * num_experts,
+                    file_offsets=range(start, ends[shard], nbytes),
+                    nbytes=(nbytes,) * num_experts,
+                )
+            )
+        layers[layer] = LayerExperts(num_experts, tuple(tensors))
+    random = np.random.default_rng(seed)
+    content = tuple(random.bytes(end) for end in ends)
+    paths = tuple(folder / f"shard-{index}.bin" for index in range(shards))
+    for path, data in zip(paths, content, strict=True):
+        path.write_bytes(data)
+    return Model(ExpertMap(paths, layers), content)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expert_files import MODELS, all_experts, slot_bytes
 from gguf_bytes import STRING, U32, Info, gguf_bytes, key_value
+from moe_models import MODELS, all_experts, slot_bytes
 
 from aio_kv import CorruptionError, LayoutError, UnavailableError
 from aio_kv.cli.expert_models import MODEL_SHAPES, ExpertModel, write_expert_model

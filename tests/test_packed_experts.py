@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expert_files import MODELS, all_experts, slot_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+from moe_models import MODELS, all_experts, slot_bytes
 from processes import needs_fork
 
 from aio_kv import BusyError, CorruptionError, LayoutError, ShortReadError, StorageError

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expert_files import all_experts, slot_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+from moe_models import all_experts, slot_bytes
 
 from aio_kv import CorruptionError, LayoutError, StorageError
 from aio_kv.experts import ExpertMap

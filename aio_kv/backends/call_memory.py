@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from aio_kv.backends.engine_session import EngineSession
 from aio_kv.backends.session import Session
 from aio_kv.engine import Kind
 from aio_kv.errors import LayoutError, UnavailableError
@@ -24,7 +25,9 @@ def role_of(kind: Kind) -> str:
     return "into" if kind in (Kind.READ, Kind.LOAD) else "source"
 
 
-def memory_of(session: Session, place: object, kind: Kind, stream: Any) -> HostMemory | DeviceMemory:
+def memory_of(
+    session: EngineSession[Any], place: object, kind: Kind, stream: Any
+) -> HostMemory | DeviceMemory:
     """The memory behind what a caller hands over, which it borrows. Raises `LayoutError`, `UnavailableError`."""
     is_device = place.__class__ not in HOST_TYPES and is_device_memory(place)
     if (is_device or stream is not None) and session.device is None:

@@ -6,8 +6,6 @@ Buffers handed over belong to the backend until the transfer has ended, whether 
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +17,7 @@ from aio_kv.backends.rungs import Refusal
 from aio_kv.backends.session import PathLike, Session, SessionPlan, check_options
 from aio_kv.backends.statistics import Statistics
 from aio_kv.cuda import Device
-from aio_kv.engine import Batch, Engine, EngineStatistics, Kind, Order
+from aio_kv.engine import Batch, Engine, EngineStatistics, Kind
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import ClosedError, LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
@@ -27,7 +25,7 @@ from aio_kv.integers import Int64Array, check_integers
 from aio_kv.layout import GroupLayout
 from aio_kv.memory import DeviceMemory, HostMemory, host_address
 from aio_kv.plan import OP_DTYPE, Plan, plan_groups, plan_one, plan_pinned
-from aio_kv.protocols import Priority, Read, Scatter, Write, check_count, limited
+from aio_kv.protocols import Priority, Read, Scatter, Write, check_count, check_priority, limited
 from aio_kv.transfer import LandingRegion, LoopBinding, Transfer, current_binding
 from aio_kv.transfer.dispatcher import DispatcherStatistics
 
@@ -345,15 +343,9 @@ class EngineBackend:
             first, last = int(addresses.min()), int(addresses.max())
         transfer = self._make(session, kind, plan, ids, count, owner, deadline, priority)
         if is_device:
-            self._order(session, transfer, stream)
+            session.order(transfer, stream)
         self._hand_over(session, transfer, first, last)
         return transfer
-
-    def _order(self, session: Session, transfer: Transfer, stream: Any) -> None:
-        # The last thing before the hand-over: the fence stands for all that the caller has launched before the call.
-        assert session.device is not None
-        transfer.stream = session.device.ordered(stream)
-        transfer.order = Order(0, 0) if transfer.stream is None else transfer.stream.order
 
     def _make(
         self,
@@ -366,9 +358,8 @@ class EngineBackend:
         deadline: float | None,
         priority: Priority,
     ) -> Transfer:
-        if priority.__class__ is not Priority:
-            raise LayoutError(f"priority is {priority!r}: must be a Priority")
-        deadline_ns = 0 if deadline is None else self._deadline_ns(session, deadline)
+        check_priority(priority)
+        deadline_ns = 0 if deadline is None else session.deadline_ns(deadline)
         if kind is Kind.WRITE and session.files.read_only:
             raise LayoutError(
                 f"{session.files.directories[0]} was opened read_only: open it without to write"
@@ -377,29 +368,12 @@ class EngineBackend:
         return Transfer(session.dispatcher, kind, plan, ids, count, payload, priority, deadline_ns, owner)
 
     def _hand_over(self, session: Session, transfer: Transfer, first_address: int, last_address: int) -> None:
-        if session.table.regions:
-            last = last_address + self._layout.payload_nbytes - 1
-            transfer.use_regions(session.table.covering(first_address, last))
-        try:
-            session.dispatcher.start(transfer)
-        except BaseException:
-            transfer.release_regions()
-            if transfer.stream is not None:
-                transfer.stream.release()
-            raise
+        session.hand_over(transfer, first_address, last_address + self._layout.payload_nbytes - 1)
         if transfer.kind is Kind.WRITE:
             session.note_write(transfer, self._layers_of(transfer.group_ids))
 
     def _layers_of(self, ids: Int64Array) -> set[int]:
         return set(np.unique(ids // self._layout.groups_per_layer).tolist())
-
-    def _deadline_ns(self, session: Session, deadline: float) -> int:
-        if deadline.__class__ not in (int, float) or math.isnan(deadline):
-            raise LayoutError(
-                f"deadline is {deadline!r}: must be a time on the clock of anyio.current_time()"
-            )
-        left = min(max(deadline - session.binding.time(), -1e9), 1e9)  # infinities are deadlines too
-        return max(1, time.monotonic_ns() + int(left * 1e9))
 
     async def register_landing_region(self, memory: Any) -> LandingRegion:
         """Register caller-owned host memory, so that I/O in it needs no staging and no page pinning.
@@ -467,7 +441,7 @@ class EngineBackend:
             plan = plan_pinned((region.address, region.nbytes), starts, addresses, payload)
         no_group = np.empty(0, np.int64)  # of no file: there is nothing to order it against
         transfer = self._make(session, kind, plan, no_group, len(starts), (memory, place), deadline, priority)
-        self._order(session, transfer, stream)
+        session.order(transfer, stream)
         self._hand_over(session, transfer, region.address, region.address)
         return transfer
 

@@ -27,6 +27,7 @@ from aio_kv.experts.packed_format import (
     check_record,
 )
 from aio_kv.experts.segments import DirectSegment
+from aio_kv.experts.shards import drop_range
 from aio_kv.experts.slot_image import LayerExperts
 from aio_kv.positional import read_exactly, write_all
 
@@ -90,7 +91,7 @@ class PackedFile:
         nbytes = layer.payload_nbytes(expert)
         record = buffer[: nbytes + TRAILER_NBYTES]
         read_exactly(fd, record, start, file=file)
-        _drop(fd, start, layer.record_nbytes)
+        drop_range(fd, start, layer.record_nbytes)
         check_record(record, RecordTrailer(layer.layer, expert, 0, nbytes), file=file, file_offset=start)
 
 
@@ -153,14 +154,14 @@ class _Packer:
         view = buffer[segment.slot_offset : segment.slot_offset + segment.nbytes]
         fd = self._fds[segment.shard]
         read_exactly(fd, view, segment.file_offset, file=str(self._paths[segment.shard]))
-        _drop(fd, segment.file_offset, segment.nbytes)
+        drop_range(fd, segment.file_offset, segment.nbytes)
 
     def _drop_written(self, end: int) -> None:
         nbytes = end - self._unsynced_from
         if nbytes >= _SYNC_NBYTES:
             # Only what is on the disk can be dropped.
             os.fsync(self._fd)
-            _drop(self._fd, self._unsynced_from, nbytes)
+            drop_range(self._fd, self._unsynced_from, nbytes)
             self._unsynced_from = end
 
 
@@ -174,7 +175,7 @@ def _replacing(target: Path, nbytes: int) -> Iterator[tuple[int, str]]:
             _reserve(fd, nbytes)
             yield fd, path
             os.fsync(fd)
-            _drop(fd, 0, nbytes)
+            drop_range(fd, 0, nbytes)
             os.replace(path, target)
             _sync_folder(target)
         except BaseException:
@@ -263,12 +264,6 @@ def _read(fd: int, file_offset: int, nbytes: int, file: str) -> bytes:
     data = bytearray(nbytes)
     read_exactly(fd, memoryview(data), file_offset, file=file)
     return bytes(data)
-
-
-def _drop(fd: int, file_offset: int, nbytes: int) -> None:
-    """Drop a range from the page cache, where the system can."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, file_offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _sync_folder(path: Path) -> None:

@@ -253,10 +253,11 @@ class Transfer:
         first = self.plan.op_of_request
         if first is None:
             first = np.zeros(self.request_count, dtype=np.int64)
-        pieces = first[:, None] + np.arange(self.plan.ops_per_request)
-        worst = np.argmax(codes[pieces] != 0, axis=1)
-        op = pieces[np.arange(len(pieces)), worst]
-        return codes[op], op
+        # The next op that failed, from a request's first op on, is that request's if it comes before the next one's.
+        failed = np.append(np.flatnonzero(codes), len(codes))
+        op = failed[np.searchsorted(failed, first)]
+        is_done = op >= first + self.plan.ops_per_request
+        return np.where(is_done, 0, np.append(codes, 0)[op]), np.where(is_done, first, op)
 
     def _request_error(self, index: int, code: int, op_index: int) -> AioKvError:
         op = self.dispatcher.describe_op(self.plan, op_index)
