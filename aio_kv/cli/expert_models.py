@@ -18,12 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aio_kv.cli.k_quants import quantize_q4_k, quantize_q6_k
-from aio_kv.errors import LayoutError, UnavailableError, storage_error
+from aio_kv.errors import AioKvError, LayoutError, StorageError, UnavailableError, storage_error
+from aio_kv.experts.gguf_header import read_gguf_header
+from aio_kv.experts.gguf_types import TENSOR_TYPES
 
-__all__ = ["FORMS", "MODEL_SHAPES", "ExpertModel", "model_paths", "write_expert_model"]
+__all__ = ["FORMS", "MODEL_SHAPES", "ExpertModel", "ensure_expert_model", "model_paths", "write_expert_model"]
 
 _POOL_ROWS = 512
 _VOCABULARY = 64
+_DESCRIPTION_KEY = "aio_kv.made_as"
 FORMS = ("separate", "fused", "single")
 
 
@@ -55,6 +58,22 @@ class ExpertModel:
             raise LayoutError(
                 f"{self} cannot be made: counts must be positive and form one of {', '.join(FORMS)}"
             )
+        if not 8 <= self.alignment <= 1 << 20 or self.alignment & (self.alignment - 1):
+            raise LayoutError(f"alignment is {self.alignment}: must be a power of two from 8 to {1 << 20}")
+        known = [kind.name for kind in TENSOR_TYPES.values()]
+        for name in (self.matrix_type, self.down_type):
+            if name not in known:
+                raise LayoutError(f"encoding {name!r} is not known: must be one of {', '.join(known)}")
+
+    @property
+    def experts_nbytes(self) -> int:
+        """Bytes of the matrices of all experts."""
+        numbers = self.num_experts * self.hidden * self.expert_ffn * (self.num_layers - self.num_dense_layers)
+        return sum(
+            numbers * count // kind.block_elements * kind.block_nbytes
+            for kind in TENSOR_TYPES.values()
+            for count in [2 * (kind.name == self.matrix_type) + (kind.name == self.down_type)]
+        )
 
 
 # Source: the config.json of each model; encodings as in their usual files.
@@ -88,6 +107,53 @@ def write_expert_model(
     """
     gguf = _gguf()
     paths = model_paths(path, model.shards)
+    try:
+        _write_shards(gguf, paths, model, on_written)
+    except BaseException:
+        # Half a model would be taken for damage, and several gigabytes for nothing.
+        for shard in paths:
+            shard.unlink(missing_ok=True)
+        raise
+    return paths
+
+
+def ensure_expert_model(
+    path: Path, model: ExpertModel, *, on_written: Callable[[int], None] = lambda nbytes: None
+) -> tuple[Path, ...]:
+    """Return the files of `model`, written only if they are not there already.
+
+    Other models that were made here are replaced, and no other file is: then `StorageError` is raised. Raises as
+    `write_expert_model` as well.
+    """
+    paths = model_paths(path, model.shards)
+    made_as = [_made_as(shard) for shard in paths if shard.exists()]
+    if made_as == [repr(model)] * len(paths):
+        return paths
+    if None in made_as:
+        other = next(shard for shard in paths if shard.exists() and _made_as(shard) is None)
+        hint = "it was not made by this, or not to the end: remove it, or choose another name"
+        raise StorageError("create", errno=errno.EEXIST, file=str(other), hint=hint)
+    return write_expert_model(path, model, on_written=on_written)
+
+
+def _made_as(path: Path) -> str | None:
+    try:
+        description = read_gguf_header(path).metadata.get(_DESCRIPTION_KEY)
+    except AioKvError:
+        return None
+    return description if isinstance(description, str) else None
+
+
+def model_paths(path: Path, shards: int) -> tuple[Path, ...]:
+    """Return the files that `write_expert_model` writes."""
+    if shards == 1:
+        return (path,)
+    return tuple(path.with_name(f"{path.stem}-{n + 1:05}-of-{shards:05}.gguf") for n in range(shards))
+
+
+def _write_shards(
+    gguf: Any, paths: tuple[Path, ...], model: ExpertModel, on_written: Callable[[int], None]
+) -> None:
     parts = _dealt_out(list(_tensors(model)), model.shards)
     pools = _Pools(gguf, model.seed)
     for number, (shard, tensors) in enumerate(zip(paths, parts, strict=True)):
@@ -96,6 +162,7 @@ def write_expert_model(
             _describe(writer, model)
         else:
             writer.kv_data[0].clear()
+        writer.add_string(_DESCRIPTION_KEY, repr(model))
         if model.shards > 1:
             writer.add_uint16("split.no", number)
             writer.add_uint16("split.count", model.shards)
@@ -106,22 +173,14 @@ def write_expert_model(
         try:
             _write(gguf, writer, shard, tensors, pools, on_written)
         except OSError as error:
-            number = error.errno or errno.EIO
             raise storage_error(
-                number, action="write", file=str(shard), file_offset=None, nbytes=None
+                error.errno or errno.EIO, action="write", file=str(shard), file_offset=None, nbytes=None
             ) from error
-    return paths
-
-
-def model_paths(path: Path, shards: int) -> tuple[Path, ...]:
-    """Return the files that `write_expert_model` writes."""
-    if shards == 1:
-        return (path,)
-    return tuple(path.with_name(f"{path.stem}-{n + 1:05}-of-{shards:05}.gguf") for n in range(shards))
 
 
 def _gguf() -> Any:
     try:
+        # Imported late: only this command needs it, and it is an extra.
         import gguf
     except ImportError as error:
         hint = "pip install 'aio-kv[model]'"

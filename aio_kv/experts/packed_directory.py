@@ -90,6 +90,11 @@ class PackedDirectory:
     sources: tuple[PackedSource, ...]
     layers: tuple[PackedLayer, ...]
 
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of all experts together."""
+        return sum(sum(part.nbytes) for layer in self.layers for part in layer.parts)
+
     @classmethod
     def plan(
         cls,
