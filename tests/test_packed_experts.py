@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_models import MODELS, all_experts, slot_bytes
+from page_cache import make_cold, resident_nbytes
 from processes import needs_fork
 
 from aio_kv import BusyError, CorruptionError, LayoutError, ShortReadError, StorageError
-from aio_kv.cli.expert_models import write_expert_model
+from aio_kv.cli.expert_models import ExpertModel, write_expert_model
 from aio_kv.experts import ExpertMap, PackedFile, packed_file
 from aio_kv.experts.packed_format import HEAD_NBYTES, TRAILER_NBYTES
 from aio_kv.experts.slot_image import ExpertTensor, LayerExperts
@@ -181,6 +182,24 @@ def test_what_gets_the_real_name_is_on_the_disk(tmp_path: Path, monkeypatch: pyt
     experts.pack(tmp_path / "target")
     records = len(all_experts(experts))
     assert calls == ["write_all"] * (1 + records) + ["fsync", "replace", "fsync"]
+
+
+def test_packing_leaves_the_page_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_file, "_SYNC_NBYTES", 4 << 20)
+    model = ExpertModel("qwen3moe", 1, 16, 1024, 512, "Q8_0", "Q8_0")
+    (path,) = write_expert_model(tmp_path / "m.gguf", model)
+    experts = ExpertMap.from_gguf(path)
+    make_cold(path)
+    most: list[int] = []
+    experts.pack(
+        tmp_path / "target",
+        on_written=lambda nbytes: most.append(resident_nbytes(tmp_path / "target.packing")),
+    )
+    assert resident_nbytes(tmp_path / "target") == 0
+    # A record more than is synced at a time; what the kernel read ahead of the last expert stays with the model.
+    record = PackedFile.open(tmp_path / "target").directory.layers[0].record_nbytes
+    assert 0 < max(most) <= (4 << 20) + 2 * record
+    assert resident_nbytes(path) < 2 << 20 < path.stat().st_size // 8
 
 
 def test_two_packers_of_one_target(tmp_path: Path) -> None:
