@@ -138,7 +138,9 @@ async def test_whoever_finds_the_room_taken_keeps_its_place() -> None:
 
         async def barge() -> None:
             await first
-            with contextlib.suppress(BusyError):  # trio wakes in any order: then the first in line was quicker
+            with contextlib.suppress(
+                BusyError
+            ):  # trio wakes in any order: then the first in line was quicker
                 await one(backend)
 
         async with anyio.create_task_group() as group:

@@ -20,13 +20,17 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     program = "\n".join(FENCE.findall(page.read_text()))
     if not program:
         pytest.skip("the page has no Python example")
-    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
 
 
 def test_readme_example_proves_something(tmp_path: Path) -> None:
     program = FENCE.findall((ROOT / "README.md").read_text())[0]
-    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert result.stdout.split()[-1] == "True", result.stdout
 
 

@@ -60,6 +60,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
     if errors:
         raise errors[0]
 
+
 # Pinned memory is for loads and saves, which need a GPU.
 WITH_A_FILE = (Placement.DIRECT, Placement.STAGED, Placement.VECTORED)
 
