@@ -318,7 +318,7 @@ def test_an_order_is_what_an_ordered_dict_would_be() -> None:
             assert order.take_many(count, takeable) == wanted
             for taken in wanted:
                 del model[taken]
-        assert len(order) == len(model)
+        assert order.count == len(model)
     assert sorted(order.members()) == sorted(model)
 
 

@@ -31,7 +31,7 @@ class Arc:
     def touch(self, slots: Int64Array) -> None:
         """See `Policy.touch`."""
         once, again = self._t1, self._t2
-        if len(once) and len(moved := slots[once.contains(slots)]):
+        if once.count and len(moved := slots[once.contains(slots)]):
             moved = np.unique(moved)
             once.remove_many(moved)
             again.append_many(moved)
@@ -40,25 +40,30 @@ class Arc:
     def admit(self, keys: Sequence[int], free: list[int], takeable: bytearray, key_of: SlotKeys) -> list[int]:
         """See `Policy.admit`."""
         slots: list[int] = []
+        ghosts_1, ghosts_2 = self._b1, self._b2
         for key in keys:
-            is_ghost_1, is_ghost_2 = key in self._b1, key in self._b2
-            if is_ghost_1 or is_ghost_2:
-                self._adapt(is_ghost_1)
-                slot = free.pop() if free else self._replace(is_ghost_2, takeable, key_of)
+            if key in ghosts_1 or key in ghosts_2:
+                slot = self._readmit(key, free, takeable, key_of)
             else:
                 slot = free.pop() if free else self._make_room(takeable, key_of)
+                if slot is not None:
+                    self._t1.append(slot)
             if slot is None:
                 break
             takeable[slot] = 0  # or it might be given to the next key as well
-            if is_ghost_1 or is_ghost_2:
-                # Making room may have dropped the oldest ghost, but never this one: it was adapted to first.
-                (self._b1 if is_ghost_1 else self._b2).pop(key, None)
-                self._t2.append(slot)
-            else:
-                self._t1.append(slot)
             slots.append(slot)
         self._trim()
         return slots
+
+    def _readmit(self, key: int, free: list[int], takeable: bytearray, key_of: SlotKeys) -> int | None:
+        """A slot for a key that was given up not long ago: it counts as used again, and the shares move."""
+        is_ghost_1 = key in self._b1
+        self._adapt(is_ghost_1)
+        slot = free.pop() if free else self._replace(not is_ghost_1, takeable, key_of)
+        if slot is not None:
+            del (self._b1 if is_ghost_1 else self._b2)[key]
+            self._t2.append(slot)
+        return slot
 
     def _adapt(self, is_ghost_1: bool) -> None:
         ghosts_1, ghosts_2 = len(self._b1), len(self._b2)
@@ -69,19 +74,19 @@ class Arc:
 
     def _make_room(self, takeable: bytearray, key_of: SlotKeys) -> int | None:
         """Give up a slot for a key that was never seen, and a ghost where there are too many."""
-        seen_once = len(self._t1) + len(self._b1)
+        seen_once = self._t1.count + len(self._b1)
         if seen_once >= self._capacity:
             if self._b1:
                 self._b1.popitem(last=False)
             else:  # all of the cache was used once: what goes is not worth remembering
                 slot = self._t1.take_first(takeable)
                 return slot if slot is not None else self._replace(False, takeable, key_of)
-        elif seen_once + len(self._t2) + len(self._b2) >= 2 * self._capacity:
+        elif seen_once + self._t2.count + len(self._b2) >= 2 * self._capacity:
             self._b2.popitem(last=False)
         return self._replace(False, takeable, key_of)
 
     def _replace(self, is_ghost_2: bool, takeable: bytearray, key_of: SlotKeys) -> int | None:
-        once = len(self._t1)
+        once = self._t1.count
         is_first = once > 0 and (once > self._p or (is_ghost_2 and once == self._p))
         for is_once in (is_first, not is_first):
             slot = (self._t1 if is_once else self._t2).take_first(takeable)
@@ -102,9 +107,9 @@ class Arc:
         return slots
 
     def _trim(self) -> None:
-        while self._b1 and len(self._t1) + len(self._b1) > self._capacity:
+        while self._b1 and self._t1.count + len(self._b1) > self._capacity:
             self._b1.popitem(last=False)
-        while self._b2 and len(self._t2) + len(self._b2) > 2 * self._capacity:
+        while self._b2 and self._t2.count + len(self._b2) > 2 * self._capacity:
             self._b2.popitem(last=False)
 
     def substitute(self, old: int, new: int) -> None:

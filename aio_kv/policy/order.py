@@ -33,7 +33,7 @@ class SlotOrder:
         self._place_list = array("q", [_ABSENT]) * capacity
         self._place = np.frombuffer(self._place_list, np.int64)
         self._aside = 0
-        self._count = 0
+        self.count = 0  # members, those that stand aside included
         self._make_log(_ROOM_MIN)
 
     def _make_log(self, room: int) -> None:
@@ -41,9 +41,6 @@ class SlotOrder:
         self._log = np.frombuffer(self._log_list, np.int64)
         self._room = room
         self._first = self._end = room // 4  # what comes back goes in front
-
-    def __len__(self) -> int:
-        return self._count
 
     def __contains__(self, slot: int) -> bool:
         return self._place_list[slot] != _ABSENT
@@ -60,14 +57,14 @@ class SlotOrder:
 
     def append_many(self, slots: Int64Array) -> None:
         """Add slots, none of which is a member, behind all others."""
-        self._count += len(slots)
+        self.count += len(slots)
         self.renew(slots)
 
     def append(self, slot: int) -> None:
         """Add one slot behind all others."""
         if self._end == self._room:
             self._pack(1)
-        self._count += 1
+        self.count += 1
         self._log_list[self._end] = slot
         self._place_list[slot] = self._end
         self._end += 1
@@ -88,14 +85,14 @@ class SlotOrder:
         """Take a member out."""
         self._aside -= self._place_list[slot] == _ASIDE
         self._place_list[slot] = _ABSENT
-        self._count -= 1
+        self.count -= 1
 
     def remove_many(self, slots: Int64Array) -> None:
         """Take members out, each named once."""
         if self._aside:
             self._aside -= int(np.count_nonzero(self._place[slots] == _ASIDE))
         self._place[slots] = _ABSENT
-        self._count -= len(slots)
+        self.count -= len(slots)
 
     def take_first(self, takeable: bytearray) -> int | None:
         """Remove and return the first slot for which `takeable` is not 0; None if there is none."""
@@ -105,7 +102,7 @@ class SlotOrder:
             if place[slot] == first:
                 if takeable[slot]:
                     place[slot] = _ABSENT
-                    self._count -= 1
+                    self.count -= 1
                     self._first = first + 1
                     return slot
                 place[slot] = _ASIDE
@@ -135,7 +132,7 @@ class SlotOrder:
             self._aside += len(aside)
             chosen = slots[taken]
             self._place[chosen] = _ABSENT
-            self._count -= len(chosen)
+            self.count -= len(chosen)
             self._first += looked
             found += chosen.tolist()
         return found

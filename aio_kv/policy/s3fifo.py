@@ -39,36 +39,45 @@ class S3Fifo:
     def admit(self, keys: Sequence[int], free: list[int], takeable: bytearray, key_of: SlotKeys) -> list[int]:
         """See `Policy.admit`."""
         slots: list[int] = []
+        small: list[int] = []
+        main: list[int] = []
+        ghosts = self._ghosts
         for key in keys:
-            is_ghost = key in self._ghosts
-            slot = free.pop() if free else self._give_up(takeable, key_of)
+            is_ghost = key in ghosts
+            slot = free.pop() if free else self._give_up(len(small), takeable, key_of)
             if slot is None:
                 break
             takeable[slot] = 0  # or it might be given to the next key as well
-            if is_ghost:
-                self._ghosts.pop(key, None)
-            self._uses[slot] = 0
-            (self._main if is_ghost else self._small).append(slot)
             slots.append(slot)
+            if is_ghost:
+                ghosts.pop(key, None)
+                main.append(slot)
+            else:
+                small.append(slot)
+        # They could not have been given up before, so that they come in together makes no difference.
+        self._uses_view[slots] = 0
+        self._small.append_many(np.array(small, np.int64))
+        self._main.append_many(np.array(main, np.int64))
         return slots
 
-    def _give_up(self, takeable: bytearray, key_of: SlotKeys) -> int | None:
-        if len(self._small) >= self._small_max:
+    def _give_up(self, coming: int, takeable: bytearray, key_of: SlotKeys) -> int | None:
+        """Give up a slot; `coming` more than there are will be in the small queue."""
+        if self._small.count + coming >= self._small_max:
             slot = self._give_up_small(takeable, key_of)
             return slot if slot is not None else self._give_up_main(takeable)
         slot = self._give_up_main(takeable)
         return slot if slot is not None else self._give_up_small(takeable, key_of)
 
     def _give_up_small(self, takeable: bytearray, key_of: SlotKeys) -> int | None:
+        uses, ghosts = self._uses, self._ghosts
         while (slot := self._small.take_first(takeable)) is not None:
-            if self._uses[slot] > 1:
-                self._uses[slot] = 0
-                self._main.append(slot)
-                continue
-            self._ghosts[key_of[slot]] = None
-            if len(self._ghosts) > self._ghosts_max:
-                self._ghosts.popitem(last=False)
-            return slot
+            if uses[slot] <= 1:
+                ghosts[key_of[slot]] = None
+                if len(ghosts) > self._ghosts_max:
+                    ghosts.popitem(last=False)
+                return slot
+            uses[slot] = 0
+            self._main.append(slot)
         return None
 
     def _give_up_main(self, takeable: bytearray) -> int | None:
@@ -83,7 +92,7 @@ class S3Fifo:
         """See `Policy.evict`."""
         slots: list[int] = []
         while len(slots) < count:
-            slot = free.pop() if free else self._give_up(takeable, key_of)
+            slot = free.pop() if free else self._give_up(0, takeable, key_of)
             if slot is None:
                 break
             slots.append(slot)
