@@ -5,5 +5,6 @@
 
 from aio_kv.cascade.slot_cache import CacheCounts, SlotCache
 from aio_kv.cascade.states import SlotEvent, SlotState
+from aio_kv.cascade.sync import SyncCascade
 
-__all__ = ["CacheCounts", "SlotCache", "SlotEvent", "SlotState"]
+__all__ = ["CacheCounts", "SlotCache", "SlotEvent", "SlotState", "SyncCascade"]
