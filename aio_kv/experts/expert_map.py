@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from aio_kv.errors import LayoutError
+from aio_kv.experts.gguf_experts import gguf_experts
+from aio_kv.experts.gguf_index import GgufIndex
+from aio_kv.experts.model_format import ModelFormat, model_format
+from aio_kv.experts.packed_file import PackedFile, write_packed
+from aio_kv.experts.safetensors_experts import safetensors_experts, safetensors_paths
 from aio_kv.experts.segments import DirectSegment
 from aio_kv.experts.slot_image import LayerExperts, SlotPart
 from aio_kv.integers import check_index
@@ -14,24 +20,89 @@ __all__ = ["ExpertMap"]
 
 
 class ExpertMap:
-    """For each (layer, expert) the reads that fill a slot with it. Immutable; it opens no file and reads nothing.
+    """For each (layer, expert) the reads that fill a slot with it. Immutable; it keeps no file open.
 
     A slot holds the tensors of one expert one after the other, without gaps: the slot offsets of its segments begin
     at 0, and each follows from the one before. `parts` says which tensor is where. All experts of one layer hold the
     same tensors in the same order.
     """
 
-    def __init__(self, paths: tuple[Path, ...], experts: Mapping[int, LayerExperts]) -> None:
+    @classmethod
+    def from_gguf(
+        cls, model: GgufIndex | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    ) -> ExpertMap:
+        """Map the experts of a GGUF model: an index, or paths as `GgufIndex.open` takes them.
+
+        Stacked tensors, gate and up fused or not, and old tensors per expert, with their biases and scales. Raises
+        `LayoutError` for a dense model and for a quantisation that is not known, `CorruptionError` where tensors
+        contradict one another, and what `GgufIndex.open` raises. Blocks, unless `model` is an index.
+        """
+        index = model if isinstance(model, GgufIndex) else GgufIndex.open(model)
+        return cls(index.paths, gguf_experts(index), model=index.architecture)
+
+    @classmethod
+    def from_safetensors(
+        cls, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, prefix: str = ""
+    ) -> ExpertMap:
+        """Map the experts of a model in safetensors files.
+
+        `paths` is one file, the first of several shards, their index (`model.safetensors.index.json`), or all of them.
+        Where they hold several models, `prefix` says how the names of the tensors of one begin. An expert's tensors
+        lie in a slot in the order in which they do in the file, and neighbours are one segment. Raises `LayoutError`,
+        `CorruptionError` or `StorageError`. Blocks.
+        """
+        found = safetensors_paths(paths)
+        return cls(found, safetensors_experts(found, prefix=prefix))
+
+    @classmethod
+    def from_packed(cls, packed: PackedFile | str | os.PathLike[str]) -> ExpertMap:
+        """Map the experts of a packed file: every one is a single aligned segment.
+
+        The checksums of head and directory are checked, and those of the experts are not: `PackedFile.check_records`
+        does that. Raises `CorruptionError`, `StorageError`, or `LayoutError` for a version that is not known. Blocks,
+        unless `packed` is open already.
+        """
+        found = packed if isinstance(packed, PackedFile) else PackedFile.open(packed)
+        return cls((found.path,), found.experts(), model=found.directory.model)
+
+    @classmethod
+    def open(
+        cls, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, prefix: str = ""
+    ) -> ExpertMap:
+        """Map the experts of a model in whichever of the formats its first file is. Blocks.
+
+        Raises `LayoutError` for a file that is none of them, and what `from_gguf`, `from_safetensors` (which takes
+        `prefix`) and `from_packed` raise.
+        """
+        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        kind = model_format(given)
+        if kind is ModelFormat.GGUF:
+            return cls.from_gguf(given)
+        if kind is ModelFormat.PACKED:
+            if len(given) > 1:
+                raise LayoutError(f"{given[0]} is a packed file, and a model has one of them: open it alone")
+            return cls.from_packed(given[0])
+        return cls.from_safetensors(given, prefix=prefix)
+
+    def __init__(
+        self, paths: tuple[Path, ...], experts: Mapping[int, LayerExperts], *, model: str | None = None
+    ) -> None:
+        if not experts:
+            raise LayoutError(f"{_names(paths)}: no experts, so there is nothing to map")
         self._paths = paths
+        self._model = model
         self._experts = dict(sorted(experts.items()))
         self._slot_nbytes = {layer: found.slot_nbytes for layer, found in self._experts.items()}
-        if not self._experts:
-            raise LayoutError(f"{_names(paths)}: no experts, so there is nothing to map")
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The file of each shard, as given by the caller: model caches give symbolic links, which are followed."""
         return self._paths
+
+    @property
+    def model(self) -> str | None:
+        """The name of the model's architecture, where the files say it."""
+        return self._model
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -62,6 +133,32 @@ class ExpertMap:
     def slot_nbytes_max(self) -> int:
         """Bytes of a slot that any expert of any layer fits in."""
         return max(self._slot_nbytes.values())
+
+    def pack(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        alignment: int = 4096,
+        overwrite: bool = False,
+        on_written: Callable[[int], None] = lambda nbytes: None,
+    ) -> PackedFile:
+        """Write every expert into `target`, one aligned record each, and return what it is; see `from_packed`.
+
+        `target` appears when it is complete, and not before; a failure leaves what was there. `alignment` is a power
+        of two from 512 bytes to 2 MiB. `on_written` is told of the bytes of each record. Raises `StorageError` for
+        what the system refuses, a lack of space before anything is copied, and for a target that exists unless
+        `overwrite`; `LayoutError` for a wrong alignment or a target that is a file of the model; `CorruptionError`
+        where the model changes meanwhile; `BusyError` where someone else packs into `target`. Blocks.
+        """
+        return write_packed(
+            Path(target),
+            self._paths,
+            self._experts,
+            model=self._model,
+            alignment=alignment,
+            overwrite=overwrite,
+            on_written=on_written,
+        )
 
     def _layer(self, layer: int) -> LayerExperts:
         found = self._experts.get(layer) if type(layer) is int else None

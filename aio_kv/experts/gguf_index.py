@@ -15,7 +15,7 @@ from aio_kv.experts.gguf_header import GgufShard, GgufTensor, GgufValue, read_gg
 
 __all__ = ["GgufIndex"]
 
-_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
