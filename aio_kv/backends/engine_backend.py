@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from aio_kv.backends.call_memory import HOST_TYPES, addresses_of, memory_of, role_of
+from aio_kv.backends.device_side import DeviceSide
 from aio_kv.backends.rungs import Refusal
 from aio_kv.backends.session import PathLike, Session, SessionPlan, check_options
 from aio_kv.backends.statistics import Statistics
@@ -115,6 +116,16 @@ class EngineBackend:
     def layout(self) -> GroupLayout:
         """The geometry of what is stored."""
         return self._layout
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been opened and not closed."""
+        return self._session is not None
+
+    @property
+    def device_side(self) -> DeviceSide | None:
+        """The GPU that transfers go to, for a backend in front of this one; None without a device."""
+        return self._require_session().device
 
     @property
     def files(self) -> LayerFiles:
@@ -245,7 +256,7 @@ class EngineBackend:
         layout = self._layout
         check_count(group_ids, what="group_ids")
         ids = layout.check_ids(group_ids)
-        memory, addresses = addresses_of(session, kind, place, len(ids), stream)
+        memory, addresses = addresses_of(session.device, layout.payload_nbytes, kind, place, len(ids), stream)
         # The caller may change its array at once, and the order check needs it later: a copy.
         is_device = isinstance(memory, DeviceMemory)
         owner = (memory, place)
@@ -265,7 +276,7 @@ class EngineBackend:
                 raise LayoutError(f"requests[{index}] is {request!r}: must be a {wanted.__name__}")
             ids.append(self._layout.group_id(request.key))
             place = request.into if isinstance(request, Read) else request.source
-            memory = memory_of(session, place, kind, stream)
+            memory = memory_of(session.device, place, kind, stream)
             if memory.nbytes != self._layout.payload_nbytes:
                 raise LayoutError(
                     f"requests[{index}]: {role_of(kind)} holds {memory.nbytes} bytes, a group has exactly "
@@ -299,7 +310,7 @@ class EngineBackend:
         if stream is None and place.__class__ in HOST_TYPES:
             memory = host_address(place, writable=True, what="into")
         else:
-            memory = memory_of(session, place, Kind.READ, stream)
+            memory = memory_of(session.device, place, Kind.READ, stream)
         if memory.nbytes != payload or isinstance(memory, DeviceMemory):
             return None
         plan = plan_one(layout, group_id, memory.address, session.limits, is_write=False)
@@ -433,7 +444,7 @@ class EngineBackend:
                 "the region is not pinned by this backend: register it with a backend that has a device"
             )
         starts = check_integers(offsets, what="offsets", limit=max(1, region.nbytes - payload + 1))
-        memory, addresses = addresses_of(session, kind, place, len(starts), stream)
+        memory, addresses = addresses_of(session.device, payload, kind, place, len(starts), stream)
         if not isinstance(memory, DeviceMemory):
             raise LayoutError("host memory is copied by the caller: load and save are for device memory")
         plan = _EMPTY_PLAN

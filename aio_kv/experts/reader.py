@@ -184,7 +184,9 @@ class ExpertReader:
         requests = [self.experts.segments(layer, expert) for expert in ids.tolist()]
         slot_nbytes = self.experts.slot_nbytes(layer)
         session = self.session
-        memory = memory_of(session, into.memory if isinstance(into, Scatter) else into, Kind.READ, stream)
+        memory = memory_of(
+            session.device, into.memory if isinstance(into, Scatter) else into, Kind.READ, stream
+        )
         addresses = _slots_in(memory, into, len(requests), slot_nbytes)
         transfer = self._make(session, requests, addresses, memory, (memory, into), deadline, priority)
         if isinstance(memory, DeviceMemory):
@@ -204,7 +206,7 @@ class ExpertReader:
     ) -> Transfer:
         """Start reading segments to their slot offsets in `into`, as one request; otherwise like `read`."""
         session = self.session
-        memory = memory_of(session, into, Kind.READ, stream)
+        memory = memory_of(session.device, into, Kind.READ, stream)
         transfer = self._make_slot(session, segments, memory, (memory, into), deadline, priority)
         if isinstance(memory, DeviceMemory):
             session.order(transfer, stream)

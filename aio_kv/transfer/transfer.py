@@ -124,6 +124,13 @@ class Transfer:
             self._report = self._conclude()
         return self._report
 
+    @property
+    def report(self) -> TransferReport:
+        """The report of a transfer that is done, without waiting or raising: for whoever `add_waiter` has told."""
+        assert self.is_done, "there is no report before the end"
+        self._has_observer = True
+        return self._observe()
+
     async def enqueued(self) -> None:
         """Make the caller's stream wait for the copies of this transfer; then work launched on it sees the bytes.
 
