@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno as errno_codes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "DeadlineError",
     "DeviceError",
     "LayoutError",
+    "NotDurableError",
     "PeerError",
     "ShortReadError",
     "StorageError",
@@ -233,6 +234,29 @@ class TransferError(StorageError):
     ) -> None:
         super().__init__(action, errno=errno, file=file, file_offset=file_offset, nbytes=nbytes, hint=hint)
         self.report = report
+
+
+class NotDurableError(StorageError):
+    """Groups whose writes were accepted are not on stable storage: `group_ids` names them, in rising order.
+
+    A cascade still holds their bytes unless it is closed; `flush` tries again.
+    """
+
+    def __init__(
+        self,
+        action: str = "flush",
+        *,
+        group_ids: Sequence[int],
+        errno: int = errno_codes.EIO,
+        file: str | None = None,
+        file_offset: int | None = None,
+        nbytes: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        shown = ", ".join(map(str, group_ids[:8])) + (", ..." if len(group_ids) > 8 else "")
+        what = f"{action}: {len(group_ids)} groups are not durable ({shown}); {action}"
+        super().__init__(what, errno=errno, file=file, file_offset=file_offset, nbytes=nbytes, hint=hint)
+        self.group_ids = tuple(group_ids)
 
 
 def storage_error(

@@ -138,6 +138,11 @@ class LayerFiles:
         """Return the path of a layer's file. Raises `LayoutError` for a layer that does not exist."""
         return self._path(check_index(layer, what="layer", limit=self._layout.num_layers))
 
+    def nbytes_of(self, layer: int) -> int:
+        """Return the length of a layer's file. Raises `LayoutError` for a layer that does not exist."""
+        check_index(layer, what="layer", limit=self._layout.num_layers)
+        return self._layout.nbytes_per_layer
+
     def fd(self, layer: int, direct: bool = False) -> int:
         """Return the descriptor of a layer's file; it stays owned by this object.
 

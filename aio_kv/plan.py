@@ -46,7 +46,7 @@ OP_DTYPE: Final = np.dtype(
         ("copy_first", "=u4"),
         ("copy_count", "=u4"),
         ("placement", "=u4"),
-        ("reserved", "=u4"),
+        ("nbytes_owed", "=u4"),
     ]
 )
 COPY_DTYPE: Final = np.dtype([("address", "=u8"), ("op_offset", "=u4"), ("nbytes", "=u4")])
@@ -87,6 +87,7 @@ class Plan(NamedTuple):
     `ops` (OP_DTYPE) in file order and `copies` (COPY_DTYPE), grouped by op, are read by the engine until the transfer
     has ended. Request i is done when ops `first_ops(n)[i]` to `+ ops_per_request` are: these are in `op_of_request`, or
     follow from `request_of_op` where each request is an op of its own, or are all 0 where there is one op.
+    `ops_per_request` is one number for all requests, or one for each.
     """
 
     ops: NDArray[Any] | bytes
@@ -94,7 +95,7 @@ class Plan(NamedTuple):
     copies: NDArray[Any] | bytes | bytearray | None
     copy_count: int
     op_of_request: Int64Array | None
-    ops_per_request: int
+    ops_per_request: int | Int64Array
     request_of_op: Int64Array | None = None
 
     def first_ops(self, request_count: int) -> Int64Array:

@@ -23,6 +23,7 @@ __all__ = [
     "StorageBackend",
     "Write",
     "check_count",
+    "check_priority",
     "limited",
 ]
 
@@ -80,6 +81,12 @@ class Scatter:
         check_count(self.offsets, what="Scatter.offsets")
         checked = check_integers(self.offsets, what="Scatter.offsets", limit=INT64_MAX)
         object.__setattr__(self, "offsets", checked)
+
+
+def check_priority(priority: object) -> None:
+    """Raise `LayoutError` for what is not a `Priority`."""
+    if priority.__class__ is not Priority:
+        raise LayoutError(f"priority is {priority!r}: must be a Priority")
 
 
 def check_count(values: object, *, what: str) -> None:

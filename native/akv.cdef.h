@@ -27,7 +27,9 @@ enum { AKV_NO_FIXED = 1, AKV_NO_DEFER = 2, AKV_SCHED_BATCH = 4, AKV_NO_COOP = 8 
  *             write does not cover with copies is written as zeros.
  *   vectored: `copies`, in order and without gaps, are the memory of one scattered read or gathered write.
  *   pinned:   for AKV_LOAD and AKV_SAVE, which have no file: `address` lies in a region that is pinned, and `copies` move
- *             the pieces between its `nbytes` bytes and device memory. */
+ *             the pieces between its `nbytes` bytes and device memory.
+ * `nbytes_owed`: of a direct or staged read that is rounded up for direct I/O, how many of its first bytes have to come; what
+ * is behind them may be past the end of the file, and no copy reaches there. 0: all of them. */
 typedef struct {
     uint64_t file_offset;
     uint64_t address;
@@ -36,7 +38,7 @@ typedef struct {
     uint32_t copy_first;
     uint32_t copy_count;
     uint32_t placement;
-    uint32_t reserved;
+    uint32_t nbytes_owed;
 } akv_op;
 
 typedef struct {

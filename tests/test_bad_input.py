@@ -42,7 +42,7 @@ from aio_kv import (
     creation,
     open_backend,
 )
-from aio_kv.backends import rungs, session
+from aio_kv.backends import engine_session, rungs
 from aio_kv.testing import MemoryBackend, MemoryFiles
 
 K = KvKind.K
@@ -309,7 +309,7 @@ async def test_a_failed_open_leaves_nothing(
         if failing == "the files":
             patch.setattr(LayerFiles, "_open_files", broken)
         else:
-            patch.setattr(session, "open_engine", broken)
+            patch.setattr(engine_session, "open_engine", broken)
         with pytest.raises(OSError, match="no more files"):
             await open_and_close(made)
     await open_and_close(made)
@@ -322,7 +322,7 @@ async def test_a_rung_that_proves_wrong_is_not_taken(made: Path, monkeypatch: py
 
     class Forged:
         def __init__(self, probe: Any) -> None:
-            self.fd, self.nbytes = probe.fd, probe.nbytes
+            self.fd, self.nbytes, self.nbytes_owed = probe.fd, probe.nbytes, probe.nbytes_owed
             self.content = bytes(probe.nbytes)
 
     def forged(directory: str, is_direct: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import subprocess
 import sys
@@ -330,6 +331,9 @@ def _spoil(load: Load, **fields: int) -> None:
         (Placement.VECTORED, {"op_offset": 512, "copied": PAGE - 512}),
         (Placement.VECTORED, {"copied": PAGE - 512}),
         (Placement.VECTORED, {"copy_count": 0}),
+        (Placement.DIRECT, {"nbytes_owed": PAGE + 1}),
+        (Placement.STAGED, {"nbytes_owed": PAGE - 1}),
+        (Placement.VECTORED, {"nbytes_owed": PAGE}),
     ],
 )
 @pytest.mark.parametrize("kind", [Kind.READ, Kind.WRITE])
@@ -369,6 +373,35 @@ def test_end_of_file_tells_how_much_arrived(tmp_path: Path, kind: str) -> None:
         ticket = load.run(engine)
         assert (ticket.status, ticket.failed) == (-errno.ENODATA, 1)
         assert load.results.tolist() == [(0, 16 * PAGE), (-errno.ENODATA, 8 * PAGE)]
+
+
+@pytest.mark.parametrize("placement", [Placement.DIRECT, Placement.STAGED])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_read_may_end_with_the_file_behind_what_is_owed(
+    tmp_path: Path, kind: str, placement: Placement
+) -> None:
+    with engine_on(kind, tmp_path) as engine:
+        os.truncate(tmp_path / "content", FILE_NBYTES - PAGE + 100)
+        load = Load(3, placement=placement, first_offset=FILE_NBYTES - 3 * PAGE)
+        load.ops["nbytes_owed"][2] = load.copies["nbytes"][2] = 100
+        ticket = load.run(engine)
+        assert (ticket.status, ticket.failed) == (0, 0)
+        assert load.results.tolist() == [(0, PAGE), (0, PAGE), (0, 100)]
+        assert load.target[: 2 * PAGE + 100].tobytes() == content_of(FILE_NBYTES - 3 * PAGE, 2 * PAGE + 100)
+        assert (load.target[2 * PAGE + 100 :] == 0xA5).all()
+
+
+@pytest.mark.parametrize("placement", [Placement.DIRECT, Placement.STAGED])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_byte_that_is_owed_and_not_there_is_an_error(
+    tmp_path: Path, kind: str, placement: Placement
+) -> None:
+    with engine_on(kind, tmp_path) as engine:
+        os.truncate(tmp_path / "content", FILE_NBYTES - PAGE + 100)
+        load = Load(1, placement=placement, first_offset=FILE_NBYTES - PAGE)
+        load.ops["nbytes_owed"] = load.copies["nbytes"] = 101
+        assert load.run(engine).status == -errno.ENODATA
+        assert load.results.tolist() == [(-errno.ENODATA, 100)]
 
 
 @pytest.mark.parametrize("kind", NATIVE)

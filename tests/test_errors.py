@@ -32,6 +32,7 @@ EXAMPLES = [
     errors.DeviceError("launch failed"),
     errors.PeerError("gone"),
     DeadlineError("too late"),
+    errors.NotDurableError(group_ids=(3, 4), errno=errno.ENOSPC, file="/kv/f", hint="free space"),
     TransferError(report=[1, 2], errno=errno.ENOSPC, file="/kv/f"),
 ]
 

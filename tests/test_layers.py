@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "aio_kv"
 LAYERS = {
     9: {"cli", "integrations", "__main__"},
     8: {"store", "experts", "testing", "open"},
-    7: {"backends"},
+    7: {"backends", "cascade"},
     6: {"transfer"},
     5: {"engine", "cuda"},
     4: {"files", "blockdevice", "creation", "direct", "positional"},

@@ -44,7 +44,7 @@ from aio_kv.testing import (
     check_backend,
     check_sync_backend,
 )
-from aio_kv.transfer import LoopBinding, TransferReport
+from aio_kv.transfer import LoopBinding, Transfer, TransferReport
 
 # Backends that are wrong in one way each, and the checks that must say so.
 
@@ -81,6 +81,7 @@ class ShortReport(MemoryBackend):
     def read_groups(self, group_ids: Any, into: Any, **options: Any) -> Any:
         transfer = super().read_groups(group_ids, into, **options)
         transfer.request_count = max(0, transfer.request_count - 1)
+        transfer.expect_success()
         return transfer
 
 
@@ -96,9 +97,10 @@ class WrapsNegativeNumbers(MemoryBackend):
 class NoDeadlines(MemoryBackend):
     """Does not look at deadlines."""
 
-    def _deadline_ns(self, session: Session, deadline: float) -> int:
-        super()._deadline_ns(session, deadline)
-        return 0
+    def _make(self, *arguments: Any) -> Transfer:
+        transfer = super()._make(*arguments)
+        transfer.deadline_ns = 0
+        return transfer
 
 
 class OpenAfterClose(MemoryBackend):

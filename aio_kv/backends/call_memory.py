@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from aio_kv.backends.device_side import DeviceSide
 from aio_kv.backends.session import Session
 from aio_kv.engine import Engine, Kind
 from aio_kv.errors import LayoutError, UnavailableError
@@ -28,16 +29,16 @@ def role_of(kind: Kind) -> str:
     return "into" if kind in (Kind.READ, Kind.LOAD) else "source"
 
 
-def memory_of(session: Session, place: object, kind: Kind, stream: Any) -> HostMemory | DeviceMemory:
+def memory_of(device: DeviceSide | None, place: object, kind: Kind, stream: Any) -> HostMemory | DeviceMemory:
     """The memory behind what a caller hands over, which it borrows. Raises `LayoutError`, `UnavailableError`."""
     is_device = place.__class__ not in HOST_TYPES and is_device_memory(place)
-    if (is_device or stream is not None) and session.device is None:
+    if (is_device or stream is not None) and device is None:
         raise UnavailableError(
             f"{role_of(kind)} is device memory, or a stream was given, and the backend was opened without a device",
             hint="open the backend with device=INDEX, or use host memory and stream=None",
         )
-    if is_device and session.device is not None:
-        return session.device.memory(place, what=role_of(kind))
+    if is_device and device is not None:
+        return device.memory(place, what=role_of(kind))
     if stream is not None:
         raise LayoutError(
             f"{role_of(kind)} is host memory and a stream was given: streams order device memory only"
@@ -46,11 +47,10 @@ def memory_of(session: Session, place: object, kind: Kind, stream: Any) -> HostM
 
 
 def addresses_of(
-    session: Session, kind: Kind, place: Any, count: int, stream: Any
+    device: DeviceSide | None, payload: int, kind: Kind, place: Any, count: int, stream: Any
 ) -> tuple[HostMemory | DeviceMemory, Int64Array]:
     """The memory of a call for `count` groups, and the address of each of them, packed or scattered."""
-    payload = session.plan.layout.payload_nbytes
-    memory = memory_of(session, place.memory if isinstance(place, Scatter) else place, kind, stream)
+    memory = memory_of(device, place.memory if isinstance(place, Scatter) else place, kind, stream)
     return memory, _addresses_in(memory, kind, place, count, payload)
 
 
@@ -73,7 +73,7 @@ def pinned_plan(
     """The device memory of a load or save, its plan, and the number of its copies."""
     payload, engine = session.plan.layout.payload_nbytes, session.opened.engine
     is_scatter = place.__class__ is Scatter
-    memory = memory_of(session, place.memory if is_scatter else place, kind, stream)
+    memory = memory_of(session.device, place.memory if is_scatter else place, kind, stream)
     if not isinstance(memory, DeviceMemory):
         raise LayoutError("host memory is copied by the caller: load and save are for device memory")
     places = place.offsets if is_scatter else None

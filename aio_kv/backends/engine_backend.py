@@ -6,8 +6,6 @@ Buffers handed over belong to the backend until the transfer has ended, whether 
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -15,11 +13,12 @@ from typing import Any, Self
 import numpy as np
 
 from aio_kv.backends.call_memory import HOST_TYPES, addresses_of, memory_of, pinned_plan, role_of
+from aio_kv.backends.device_side import DeviceSide
 from aio_kv.backends.rungs import Refusal
 from aio_kv.backends.session import PathLike, Session, SessionPlan, check_options
 from aio_kv.backends.statistics import Statistics
 from aio_kv.cuda import Device
-from aio_kv.engine import Batch, Engine, EngineStatistics, Kind, Order
+from aio_kv.engine import Batch, Engine, EngineStatistics, Kind
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import ClosedError, LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
@@ -27,7 +26,7 @@ from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout
 from aio_kv.memory import DeviceMemory, HostMemory, host_address
 from aio_kv.plan import EMPTY_PLAN, Plan, plan_groups, plan_one
-from aio_kv.protocols import Priority, Read, Scatter, Write, check_count, limited
+from aio_kv.protocols import Priority, Read, Scatter, Write, check_count, check_priority, limited
 from aio_kv.transfer import LandingRegion, LoopBinding, Transfer, current_binding
 from aio_kv.transfer.dispatcher import DispatcherStatistics
 
@@ -117,6 +116,16 @@ class EngineBackend:
     def layout(self) -> GroupLayout:
         """The geometry of what is stored."""
         return self._layout
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been opened and not closed."""
+        return self._session is not None
+
+    @property
+    def device_side(self) -> DeviceSide | None:
+        """The GPU that transfers go to, for a backend in front of this one; None without a device."""
+        return self._require_session().device
 
     @property
     def files(self) -> LayerFiles:
@@ -247,7 +256,7 @@ class EngineBackend:
         layout = self._layout
         check_count(group_ids, what="group_ids")
         ids = layout.check_ids(group_ids)
-        memory, addresses = addresses_of(session, kind, place, len(ids), stream)
+        memory, addresses = addresses_of(session.device, layout.payload_nbytes, kind, place, len(ids), stream)
         # The caller may change its array at once, and the order check needs it later: a copy.
         is_device = isinstance(memory, DeviceMemory)
         owner = (memory, place)
@@ -267,7 +276,7 @@ class EngineBackend:
                 raise LayoutError(f"requests[{index}] is {request!r}: must be a {wanted.__name__}")
             ids.append(self._layout.group_id(request.key))
             place = request.into if isinstance(request, Read) else request.source
-            memory = memory_of(session, place, kind, stream)
+            memory = memory_of(session.device, place, kind, stream)
             if memory.nbytes != self._layout.payload_nbytes:
                 raise LayoutError(
                     f"requests[{index}]: {role_of(kind)} holds {memory.nbytes} bytes, a group has exactly "
@@ -301,7 +310,7 @@ class EngineBackend:
         if stream is None and place.__class__ in HOST_TYPES:
             memory = host_address(place, writable=True, what="into")
         else:
-            memory = memory_of(session, place, Kind.READ, stream)
+            memory = memory_of(session.device, place, Kind.READ, stream)
         if memory.nbytes != payload or isinstance(memory, DeviceMemory):
             return None
         plan = plan_one(layout, group_id, memory.address, session.limits, is_write=False)
@@ -346,15 +355,9 @@ class EngineBackend:
             first, last = int(addresses.min()), int(addresses.max())
         transfer = self._make(session, kind, plan, ids, count, owner, deadline, priority)
         if is_device:
-            self._order(session, transfer, stream)
+            session.order(transfer, stream)
         self._hand_over(session, transfer, first, last)
         return transfer
-
-    def _order(self, session: Session, transfer: Transfer, stream: Any) -> None:
-        # The last thing before the hand-over: the fence stands for all that the caller has launched before the call.
-        assert session.device is not None
-        transfer.stream = session.device.ordered(stream)
-        transfer.order = Order(0, 0) if transfer.stream is None else transfer.stream.order
 
     def _make(
         self,
@@ -367,9 +370,8 @@ class EngineBackend:
         deadline: float | None,
         priority: Priority,
     ) -> Transfer:
-        if priority.__class__ is not Priority:
-            raise LayoutError(f"priority is {priority!r}: must be a Priority")
-        deadline_ns = 0 if deadline is None else self._deadline_ns(session, deadline)
+        check_priority(priority)
+        deadline_ns = 0 if deadline is None else session.deadline_ns(deadline)
         if kind is Kind.WRITE and session.files.read_only:
             raise LayoutError(
                 f"{session.files.directories[0]} was opened read_only: open it without to write"
@@ -378,33 +380,12 @@ class EngineBackend:
         return Transfer(session.dispatcher, kind, plan, ids, count, payload, priority, deadline_ns, owner)
 
     def _hand_over(self, session: Session, transfer: Transfer, first_address: int, last_address: int) -> None:
-        if session.table.regions:
-            last = last_address + self._layout.payload_nbytes - 1
-            transfer.use_regions(session.table.covering(first_address, last))
-        self._begin(session, transfer)
-
-    def _begin(self, session: Session, transfer: Transfer) -> None:
-        try:
-            session.dispatcher.start(transfer)
-        except BaseException:
-            transfer.release_regions()
-            if transfer.stream is not None:
-                transfer.stream.release()
-            raise
-        transfer.expect_success()
+        session.hand_over(transfer, first_address, last_address + self._layout.payload_nbytes - 1)
         if transfer.kind is Kind.WRITE:
             session.note_write(transfer, self._layers_of(transfer.group_ids))
 
     def _layers_of(self, ids: Int64Array) -> set[int]:
         return set(np.unique(ids // self._layout.groups_per_layer).tolist())
-
-    def _deadline_ns(self, session: Session, deadline: float) -> int:
-        if deadline.__class__ not in (int, float) or math.isnan(deadline):
-            raise LayoutError(
-                f"deadline is {deadline!r}: must be a time on the clock of anyio.current_time()"
-            )
-        left = min(max(deadline - session.binding.time(), -1e9), 1e9)  # infinities are deadlines too
-        return max(1, time.monotonic_ns() + int(left * 1e9))
 
     async def register_landing_region(self, memory: Any) -> LandingRegion:
         """Register caller-owned host memory, so that I/O in it needs no staging and no page pinning.
@@ -464,9 +445,9 @@ class EngineBackend:
             )
         memory, plan, count = pinned_plan(session, kind, region, offsets, place, stream)
         transfer = self._make(session, kind, plan, _NO_GROUP, count, (memory, place), deadline, priority)
-        self._order(session, transfer, stream)
+        session.order(transfer, stream)
         transfer.use_regions((region,))
-        self._begin(session, transfer)
+        session.begin(transfer)
         return transfer
 
     def record_event(self, stream: Any) -> Any:

@@ -14,18 +14,27 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from aio_kv.blockdevice import block_device_of
+from aio_kv.direct import DirectAlignment
 from aio_kv.engine import Batch, Engine, IoEngine, Kind, PythonEngine, extension_error, has_extension
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import LayoutError, UnavailableError
-from aio_kv.files import LayerFiles
 from aio_kv.memory import host_address
 from aio_kv.plan import COPY_DTYPE, OP_DTYPE, RESULT_DTYPE, IoLimits, Placement
 
-__all__ = ["CHOICES", "MEMLOCK_HINT", "OpenedEngine", "Refusal", "has_seccomp_filter", "open_engine"]
+__all__ = [
+    "CHOICES",
+    "MEMLOCK_HINT",
+    "EngineFiles",
+    "OpenedEngine",
+    "Refusal",
+    "has_seccomp_filter",
+    "open_engine",
+]
 
 # What each choice of backend may end on, best first.
 CHOICES = {
@@ -39,6 +48,35 @@ _EXTENSION_HINT = "install aio_kv on Linux with liburing-dev present, without AI
 MEMLOCK_HINT = (
     "raise the locked-memory limit: ulimit -l unlimited, docker --ulimit memlock=-1, LimitMEMLOCK=infinity"
 )
+
+
+class EngineFiles(Protocol):
+    """Open files that an engine works on, by number: `LayerFiles`, and the shards of a model."""
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """The directories that the files are in."""
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing may be written, not even beside the files."""
+
+    @property
+    def direct_alignment(self) -> DirectAlignment | None:
+        """What direct I/O on the files asks for; None where it is not to be used."""
+
+    @property
+    def direct_refusal(self) -> str | None:
+        """Why direct I/O does not work; None where it does, or was not asked for."""
+
+    def fds(self, direct: bool = False) -> list[int]:
+        """The descriptors of all files in order."""
+
+    def path_of(self, index: int, /) -> str:
+        """The path of a file."""
+
+    def nbytes_of(self, index: int, /) -> int:
+        """The length of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +105,7 @@ class OpenedEngine:
 
 
 def open_engine(
-    files: LayerFiles,
+    files: EngineFiles,
     options: EngineOptions,
     choice: str = "auto",
     *,
@@ -99,7 +137,7 @@ def open_engine(
     )
 
 
-def _limits(files: LayerFiles, options: EngineOptions) -> tuple[IoLimits, EngineOptions]:
+def _limits(files: EngineFiles, options: EngineOptions) -> tuple[IoLimits, EngineOptions]:
     devices = [block_device_of(directory) for directory in files.directories]
     sizes = [device.request_nbytes_max for device in devices if device.request_nbytes_max]
     op_nbytes_max = max(4096, min([options.op_nbytes_max, *sizes]) // 4096 * 4096)
@@ -116,14 +154,16 @@ def _limits(files: LayerFiles, options: EngineOptions) -> tuple[IoLimits, Engine
     return IoLimits(alignment.memory, alignment.offset, op_nbytes_max), fitted
 
 
-def _buffered_refusal(files: LayerFiles) -> Refusal:
+def _buffered_refusal(files: EngineFiles) -> Refusal:
+    if files.direct_refusal is None:
+        return Refusal("direct", "direct I/O was not asked for", "ask for it: direct='auto'")
     hint = "keep the files on ext4, XFS or another filesystem with O_DIRECT, not on tmpfs or overlayfs"
-    return Refusal("direct", files.direct_refusal or "direct I/O was not asked for", hint)
+    return Refusal("direct", files.direct_refusal, hint)
 
 
 def _open_proven(
     mechanism: str,
-    files: LayerFiles,
+    files: EngineFiles,
     limits: IoLimits,
     options: EngineOptions,
     device: Mapping[str, int] | None,
@@ -167,16 +207,20 @@ def _open(
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """A descriptor to read `nbytes` from, and what must come back where that is known."""
+    """A descriptor to read `nbytes` from, and what must come back where that is known.
+
+    `nbytes_owed` is less than that where the file is shorter.
+    """
 
     fd: int
     nbytes: int
     content: bytes | None
+    nbytes_owed: int = 0
 
 
 @contextmanager
-def _probe_file(files: LayerFiles, *, is_direct: bool) -> Iterator[_Probe]:
-    """A nameless file of random bytes; where there can be none, the first layer, whose bytes nobody knows."""
+def _probe_file(files: EngineFiles, *, is_direct: bool) -> Iterator[_Probe]:
+    """A nameless file of random bytes; where there can be none, the first file, whose bytes nobody knows."""
     with ExitStack() as stack:
         try:
             if files.read_only:
@@ -184,8 +228,9 @@ def _probe_file(files: LayerFiles, *, is_direct: bool) -> Iterator[_Probe]:
             probe = stack.enter_context(_random_file(files.directories[0], is_direct))
         except OSError:
             # A full disk is no reason not to open files that have their space.
-            nbytes = min(_PROBE_NBYTES, files.layout.nbytes_per_layer)
-            probe = _Probe(files.fd(0, is_direct), nbytes, None)
+            probe = _Probe(
+                files.fds(is_direct)[0], _PROBE_NBYTES, None, min(_PROBE_NBYTES, files.nbytes_of(0))
+            )
         yield probe
 
 
@@ -210,7 +255,8 @@ def _prove(engine: IoEngine, file: int, probe: _Probe, mechanism: str) -> None:
     memory = host_address(target, writable=True, what="probe")
     ops, copies = np.zeros(1, OP_DTYPE), np.zeros(1, COPY_DTYPE)
     ops["file"], ops["nbytes"], ops["placement"], ops["copy_count"] = file, probe.nbytes, Placement.STAGED, 1
-    copies["address"], copies["nbytes"] = memory.address, probe.nbytes
+    ops["nbytes_owed"] = probe.nbytes_owed
+    copies["address"], copies["nbytes"] = memory.address, probe.nbytes_owed or probe.nbytes
     results = np.zeros(1, RESULT_DTYPE)
     ticket = engine.submit(Batch(Kind.READ, ops, 1, results, copies, 1, owner=(memory, target)))
     if not engine.wait(ticket, _PROBE_SECONDS):

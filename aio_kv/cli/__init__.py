@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from aio_kv.cli import bench, demo, doctor
+from aio_kv.cli import bench, demo, doctor, experts
 from aio_kv.errors import AioKvError
 
 __all__ = ["app", "main"]
@@ -29,7 +29,7 @@ def _commands() -> None:
     # Without this, typer makes an application of one command that command itself.
 
 
-for command in (demo, doctor, bench):
+for command in (demo, doctor, bench, experts):
     command.register(app)
 
 

@@ -7,7 +7,7 @@ import json
 import typer
 from rich.console import Console
 
-from aio_kv.cli import bench_gpu
+from aio_kv.cli import bench_cascade, bench_gpu
 
 __all__ = ["register"]
 
@@ -17,6 +17,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True)
     group.command("disk")(disk)
     bench_gpu.register(group)
+    bench_cascade.register(group)
     app.add_typer(group)
 
 

@@ -293,7 +293,7 @@ class PythonEngine:
 
     def _perform(self, work: _Work, index: int, bounce: memoryview) -> tuple[int, int]:
         op = work.ops[index].tolist()
-        file_offset, address, nbytes, file, first, count, placement, _ = op
+        file_offset, address, nbytes, file, first, count, placement, owed = op
         kind, copies = work.batch.kind, work.copies[first : first + count]
         refusal = self._refusal(work, op, copies)
         if refusal:
@@ -307,8 +307,11 @@ class PythonEngine:
             if kind is Kind.WRITE and not is_direct:
                 view[:] = bytes(nbytes)
                 _copy(copies, view, is_write=True)
-            move = read_exactly if kind is Kind.READ else write_all
-            move(self._fds[file], view, file_offset, file="", alignment=self.limits.offset_alignment)
+            step = self.limits.offset_alignment
+            if kind is Kind.WRITE:
+                write_all(self._fds[file], view, file_offset, file="", alignment=step)
+            else:
+                nbytes = _read(self._fds[file], view, file_offset, owed or nbytes, step)
             if kind is Kind.READ and not is_direct:
                 _copy(copies, view, is_write=False)
         except ShortReadError as error:
@@ -321,7 +324,7 @@ class PythonEngine:
 
     def _refusal(self, work: _Work, op: tuple[int, ...], copies: NDArray[Any]) -> int:
         """What the native engine answers to an op that makes no sense (check_op in native/src/flight.c), or 0."""
-        file_offset, address, nbytes, file, first, count, placement, _ = op
+        file_offset, address, nbytes, file, first, count, placement, owed = op
         step = self.limits.offset_alignment
         if file >= len(self._fds) or placement > Placement.VECTORED:
             return -errno.EINVAL
@@ -331,17 +334,35 @@ class PythonEngine:
             return -errno.EINVAL
         if file_offset % step or nbytes % step:
             return -errno.EINVAL
+        is_read_once = work.batch.kind is Kind.READ and placement != Placement.VECTORED
+        if owed and not (is_read_once and owed <= nbytes):
+            return -errno.EINVAL
         if placement == Placement.DIRECT and not address:
             return -errno.EFAULT
         if placement == Placement.DIRECT:
             return -errno.EINVAL if address % self.limits.memory_alignment else 0
         starts = copies["op_offset"].astype(np.int64)
         ends = starts + copies["nbytes"]
-        if first + count > work.batch.copy_count or (ends > nbytes).any() or not copies["address"].all():
+        if (
+            first + count > work.batch.copy_count
+            or (ends > (owed or nbytes)).any()
+            or not copies["address"].all()
+        ):
             return -errno.EINVAL
         has_gaps = not np.array_equal(np.append(starts, nbytes), np.append(0, ends))
         is_misaligned = bool((copies["address"] % self.limits.memory_alignment).any())
         return -errno.EINVAL if placement == Placement.VECTORED and (has_gaps or is_misaligned) else 0
+
+
+def _read(fd: int, view: memoryview, file_offset: int, owed: int, alignment: int) -> int:
+    """Fill `view`, or as much of it as the file has if that is `owed` bytes at least; return how many came."""
+    try:
+        read_exactly(fd, view, file_offset, file="", alignment=alignment)
+    except ShortReadError as error:
+        if error.arrived < owed:
+            raise
+        return error.arrived
+    return view.nbytes
 
 
 def _copy(copies: NDArray[Any], view: memoryview, *, is_write: bool) -> None:

@@ -294,7 +294,9 @@ class MemoryEngine:
         layer, start, nbytes = int(op["file"]), int(op["file_offset"]), int(op["nbytes"])
         code = self._scheduler.fate(kind, layer, start, nbytes) or self._check(op, kind)
         if code == 0 and kind is not Kind.SYNC:
-            self._move(work, op, memoryview(self._files.layer(layer))[start : start + nbytes])
+            stored = memoryview(self._files.layer(layer))[start : start + nbytes]
+            nbytes = len(stored)  # less where the file ends behind what is owed
+            self._move(work, op, stored)
             self._counts["bytes_read" if kind is Kind.READ else "bytes_written"] += nbytes
         self._counts["failed_ops"] += code != 0
         self._answer(work, index, code, nbytes if code == 0 else 0)
@@ -308,19 +310,18 @@ class MemoryEngine:
             return -errno.EINVAL
         if op["placement"] == Placement.DIRECT and int(op["address"]) % self.limits.memory_alignment:
             return -errno.EINVAL
-        if end > self._files.layout.nbytes_per_layer:
-            return -errno.ENODATA
         try:
-            self._files.layer(int(op["file"]))
+            size = len(self._files.layer(int(op["file"])))
         except MemoryError:
             return -errno.ENOMEM
-        return 0
+        owed = int(op["nbytes_owed"]) or int(op["nbytes"])
+        return -errno.ENODATA if int(op["file_offset"]) + owed > size else 0
 
     def _move(self, work: _Work, op: Any, stored: memoryview) -> None:
         is_read = work.batch.kind is Kind.READ
         if not is_read:
             stored[:] = bytes(len(stored))  # What no copy covers is padding.
-        for address, offset, nbytes in self._pieces(work, op):
+        for address, offset, nbytes in self._pieces(work, op, len(stored)):
             place = stored[offset : offset + nbytes]
             memory = raw_view(address, nbytes)
             if is_read:
@@ -328,10 +329,10 @@ class MemoryEngine:
             else:
                 place[:] = memory
 
-    def _pieces(self, work: _Work, op: Any) -> list[tuple[int, int, int]]:
-        """Address, offset in the op, and length of each piece of memory."""
+    def _pieces(self, work: _Work, op: Any, nbytes: int) -> list[tuple[int, int, int]]:
+        """Address, offset in the op, and length of each piece of memory; `nbytes` is how much is moved in all."""
         if op["placement"] == Placement.DIRECT:
-            return [(int(op["address"]), 0, int(op["nbytes"]))]
+            return [(int(op["address"]), 0, nbytes)]
         first, count = int(op["copy_first"]), int(op["copy_count"])
         pieces: list[tuple[int, int, int]] = work.copies[first : first + count].tolist()
         return pieces

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from aio_kv.transfer.binding import BlockingJob, foreign_loop, require_current
+from aio_kv.transfer.binding import Awaited, BlockingJob, foreign_loop, require_current
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
-    from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["AsyncioBinding"]
 
@@ -36,6 +35,7 @@ class AsyncioBinding:
         self.drain_timeout = drain_timeout
         self._fd = -1
         self._unyielding = 0
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself only has weak references
 
     def is_current(self) -> bool:
         return asyncio._get_running_loop() is self.loop
@@ -56,7 +56,7 @@ class AsyncioBinding:
             self.loop.remove_reader(self._fd)
             self._fd = -1
 
-    async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
+    async def wait_transfer(self, transfer: Awaited, *, until_enqueued: bool = False) -> None:
         if not transfer.is_done:
             if not self.is_current():
                 require_current(self)
@@ -112,6 +112,14 @@ class AsyncioBinding:
                 unsubscribe(wake)
                 raise
 
+    def spawn(self, work: Callable[[], Awaitable[None]]) -> None:
+        async def run() -> None:
+            await work()
+
+        task = self.loop.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def wait_room(self, dispatcher: Dispatcher) -> None:
         turn = object()
         if dispatcher.may_go(turn):
@@ -124,7 +132,7 @@ class AsyncioBinding:
         finally:
             dispatcher.leave_line(turn)
 
-    def _deadline_timer(self, transfer: Transfer) -> asyncio.TimerHandle | None:
+    def _deadline_timer(self, transfer: Awaited) -> asyncio.TimerHandle | None:
         # What waits for its turn outside the engine has nobody else to watch its deadline.
         dispatcher = transfer.dispatcher
         if not transfer.deadline_ns or not dispatcher.is_waiting(transfer):

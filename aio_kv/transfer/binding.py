@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import sniffio
@@ -12,11 +12,54 @@ from aio_kv.errors import ClosedError
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
-    from aio_kv.transfer.transfer import Transfer
 
-__all__ = ["BlockingJob", "LoopBinding", "foreign_loop", "require_current"]
+__all__ = ["Awaited", "BlockingJob", "Keeper", "LoopBinding", "foreign_loop", "require_current"]
 
 T = TypeVar("T")
+
+
+class Keeper(Protocol):
+    """Who starts and ends transfers, as far as waiting for them goes: see `Dispatcher`."""
+
+    def spin(self, transfer: Any) -> None:
+        """Look for the end of a small transfer for a moment."""
+
+    def is_waiting(self, transfer: Any) -> bool:
+        """Whether some of it waits for its turn, where nobody watches its deadline."""
+
+    def expire(self, transfer: Any) -> None:
+        """Its deadline has passed."""
+
+
+class Awaited(Protocol):
+    """A transfer, as far as waiting for it goes: see `Transfer`."""
+
+    interest: int
+
+    @property
+    def dispatcher(self) -> Keeper:
+        """Who has it."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of it is in flight."""
+
+    @property
+    def is_enqueued(self) -> bool:
+        """Whether all of its copies are on a stream."""
+
+    @property
+    def deadline_ns(self) -> int:
+        """On CLOCK_MONOTONIC, 0 for none."""
+
+    def cancel(self) -> None:
+        """Drop what has not begun."""
+
+    def add_waiter(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called at the end."""
+
+    def add_enqueued_waiter(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when `is_enqueued` turns true."""
 
 
 class LoopBinding(Protocol):
@@ -40,8 +83,11 @@ class LoopBinding(Protocol):
     async def unwatch(self) -> None:
         """End `watch`; waits until no call is under way."""
 
-    async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
+    async def wait_transfer(self, transfer: Awaited, *, until_enqueued: bool = False) -> None:
         """Wait until a transfer is done, or enqueued; cancelled, ask it to drop what it can and still wait."""
+
+    def spawn(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work`, which does not raise, as a task of its own; whoever has it spawned waits for its end."""
 
     async def wait_room(self, dispatcher: Dispatcher) -> None:
         """Wait until the dispatcher has room for a transfer; an ordinary, cancellable wait."""

@@ -333,9 +333,10 @@ class Dispatcher:
         self._counts["unobserved_failures"] += 1
 
     def describe_op(self, plan: Plan, index: int) -> OpDescription:
-        """Where an op goes: file, offset, length."""
+        """Where an op goes: file, offset, and how much of it is owed."""
         op = np.frombuffer(plan.ops, dtype=OP_DTYPE)[index]
-        return OpDescription(self._path_of(int(op["file"])), int(op["file_offset"]), int(op["nbytes"]))
+        nbytes = int(op["nbytes_owed"]) or int(op["nbytes"])
+        return OpDescription(self._path_of(int(op["file"])), int(op["file_offset"]), nbytes)
 
     def statistics(self) -> DispatcherStatistics:
         """Counters since the start."""

@@ -124,6 +124,13 @@ class Transfer:
             self._report = self._conclude()
         return self._report
 
+    @property
+    def report(self) -> TransferReport:
+        """The report of a transfer that is done, without waiting or raising: for whoever `add_waiter` has told."""
+        assert self.is_done, "there is no report before the end"
+        self._has_observer = True
+        return self._observe()
+
     async def enqueued(self) -> None:
         """Make the caller's stream wait for the copies of this transfer; then work launched on it sees the bytes.
 
@@ -251,10 +258,11 @@ class Transfer:
         """For each request its code, and the op that it comes from (the first of its ops that failed)."""
         codes = self.records()["code"]
         first = self.plan.first_ops(self.request_count)
-        pieces = first[:, None] + np.arange(self.plan.ops_per_request)
-        worst = np.argmax(codes[pieces] != 0, axis=1)
-        op = pieces[np.arange(len(pieces)), worst]
-        return codes[op], op
+        # The next op that failed, from a request's first op on, is that request's if it comes before the next one's.
+        failed = np.append(np.flatnonzero(codes), len(codes))
+        op = failed[np.searchsorted(failed, first)]
+        is_done = op >= first + self.plan.ops_per_request
+        return np.where(is_done, 0, np.append(codes, 0)[op]), np.where(is_done, first, op)
 
     def _request_error(self, index: int, code: int, op_index: int) -> AioKvError:
         op = self.dispatcher.describe_op(self.plan, op_index)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from aio_kv.transfer.binding import BlockingJob, foreign_loop, require_current
+from aio_kv.transfer.binding import Awaited, BlockingJob, foreign_loop, require_current
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
-    from aio_kv.transfer.transfer import Transfer
 
 __all__ = ["TrioBinding"]
 
@@ -66,7 +65,7 @@ class TrioBinding:
             await self._has_ended.wait()
         self._scope = None
 
-    async def wait_transfer(self, transfer: Transfer, *, until_enqueued: bool = False) -> None:
+    async def wait_transfer(self, transfer: Awaited, *, until_enqueued: bool = False) -> None:
         if not transfer.is_done:
             require_current(self)
             transfer.dispatcher.spin(transfer)
@@ -107,6 +106,9 @@ class TrioBinding:
             except trio.Cancelled:
                 unsubscribe(wake)
                 raise
+
+    def spawn(self, work: Callable[[], Awaitable[None]]) -> None:
+        trio.lowlevel.spawn_system_task(work)
 
     async def wait_room(self, dispatcher: Dispatcher) -> None:
         await trio.lowlevel.checkpoint()

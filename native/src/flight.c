@@ -11,6 +11,12 @@
 
 #include "internal.h"
 
+/* How much of an op has to come: a read that was rounded up for direct I/O may end with the file. */
+static uint32_t owed_of(const akv_op *op)
+{
+    return op->nbytes_owed ? op->nbytes_owed : op->nbytes;
+}
+
 static int check_op(const struct akv_reactor *r, const struct akv_batch *b, const akv_op *op, uint32_t lane)
 {
     const akv_options *options = &r->engine->options;
@@ -28,6 +34,8 @@ static int check_op(const struct akv_reactor *r, const struct akv_batch *b, cons
         return -EINVAL;
     if (op->file_offset > (uint64_t)INT64_MAX - op->nbytes || op->file_offset % options->offset_alignment ||
         op->nbytes % options->offset_alignment)
+        return -EINVAL;
+    if (op->nbytes_owed && (b->kind != AKV_READ || op->placement == AKV_VECTORED || op->nbytes_owed > op->nbytes))
         return -EINVAL;
     return akv_copy_check(b, op, options->memory_alignment);
 }
@@ -160,7 +168,7 @@ static void end(struct akv_reactor *r, struct akv_flight *f, int32_t code, bool 
 {
     struct akv_batch *b = f->batch;
     if (code == 0 && b->kind == AKV_READ)
-        AKV_COUNT(r, bytes_read, f->op.nbytes);
+        AKV_COUNT(r, bytes_read, f->arrived);
     if (code == 0 && b->kind == AKV_WRITE)
         AKV_COUNT(r, bytes_written, f->op.nbytes);
     count_in_flight(r, f, -1);
@@ -240,7 +248,7 @@ static void judge(struct akv_reactor *r, struct akv_flight *f, int32_t result)
         retry(r, f, f->batch->kind == AKV_READ ? -ENODATA : -EIO);
     } else {
         f->arrived = f->from + result;
-        if (f->arrived == f->op.nbytes) {
+        if (f->arrived >= owed_of(&f->op)) {
             finish(r, f, 0);
             return;
         }

@@ -1,0 +1,10 @@
+"""The cascade: a bounded tier of pinned host memory with write-back, in front of any backend.
+
+`SlotCache` decides (pure), `Slab` holds the bytes, `CascadeBackend` and `SyncCascade` carry the plans out.
+"""
+
+from aio_kv.cascade.slot_cache import CacheCounts, SlotCache
+from aio_kv.cascade.states import SlotEvent, SlotState
+from aio_kv.cascade.sync import SyncCascade
+
+__all__ = ["CacheCounts", "SlotCache", "SlotEvent", "SlotState", "SyncCascade"]

@@ -1,0 +1,504 @@
+"""`SlotCache`: which group is in which slot, and what may be done to it. Pure: it moves no bytes and waits for nothing.
+
+The cascade asks for a plan, moves the bytes, and says what became of them. All calls take NumPy batches and cost O(1)
+for each key; group numbers are trusted (the caller has checked them).
+
+Rules that it keeps:
+- A slot that is leased (a copy or a flush reads it) is neither written nor evicted. A write to its key goes to another
+  slot, which takes over the key and the other groups; the old slot is detached.
+- A dirty slot is never evicted. It is flushed first, and stays resident until the flush has landed.
+- Dirty slots are flushed in the order in which they became dirty.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from aio_kv.cascade.plans import FillPlan, Flags, FlushPlan, ReadPlan
+from aio_kv.cascade.states import SlotEvent, SlotState, next_states
+from aio_kv.errors import LayoutError
+from aio_kv.integers import Int64Array
+from aio_kv.policy import make_policy
+from aio_kv.policy.order import SlotOrder
+
+__all__ = ["CacheCounts", "SlotCache"]
+
+_NOTHING: Final = np.empty(0, np.int64)
+_NEVER: Final = np.iinfo(np.int64).max
+_CAPACITY_MAX: Final = 2**31 - 2  # slot numbers are 32 bit in the table of keys
+_KEYS_MAX: Final = 2**31  # 8 GiB of table, of which the touched pages count
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """What has happened since the start, and how things are."""
+
+    evicted_slots: int
+    superseded_slots: int
+    resident_slots: int
+    dirty_slots: int
+    leases: int
+
+
+def _without_repeats(values: Int64Array) -> Int64Array:
+    is_first = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=is_first[1:])
+    return values[is_first]
+
+
+class SlotCache:
+    """The book of a cache of `capacity` slots.
+
+    Args:
+        capacity: slots.
+        num_groups: how many groups there are below.
+        groups_per_slot: neighbours that share a slot: the groups of a block, or 1.
+        policy: "lru", "arc" or "s3fifo".
+
+    Raises `LayoutError` for a policy that does not exist and for sizes that do not fit.
+    """
+
+    def __init__(self, capacity: int, num_groups: int, groups_per_slot: int = 1, policy: str = "lru") -> None:
+        if not 1 <= capacity <= _CAPACITY_MAX:
+            raise LayoutError(f"a cache of {capacity} slots: must be 1 to {_CAPACITY_MAX}")
+        keys = -(-num_groups // groups_per_slot)
+        if keys > _KEYS_MAX:
+            raise LayoutError(
+                f"{num_groups} groups in slots of {groups_per_slot}: at most {_KEYS_MAX} slots can be told apart; "
+                'use slot="block"'
+            )
+        self.capacity = capacity
+        self.groups_per_slot = groups_per_slot
+        self._policy = make_policy(policy, capacity)
+        # The slot of each key plus one. Zeros that nobody touches cost no memory.
+        self._slot_of = np.zeros(keys, np.int32)
+        # Buffers of C values with a NumPy view each: the policies look at single ones, which is slow in NumPy.
+        self._key_list = array("q", [-1]) * capacity
+        self._key_of = np.frombuffer(self._key_list, np.int64)
+        self._takeable_list = bytearray(capacity)  # CLEAN, not leased, with a key
+        self._takeable = np.frombuffer(self._takeable_list, np.uint8)
+        self._state = np.zeros(capacity, np.uint8)
+        self._leases = np.zeros(capacity, np.int32)
+        self._fills = np.zeros(capacity, np.int32)
+        self._valid = np.zeros((capacity, groups_per_slot), np.bool_)
+        self._dirty = np.zeros((capacity, groups_per_slot), np.bool_)
+        self._dirty_since = np.full(capacity, _NEVER, np.int64)
+        self._has_failed = np.zeros(capacity, np.bool_)
+        self._dirty_order = SlotOrder(capacity)  # dirty, not FLUSHING; the oldest first
+        self._flushable_list = bytearray(capacity)  # DIRTY, and not failed since the last `retry`
+        self._flushable = np.frombuffer(self._flushable_list, np.uint8)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._dirt = self._dirty_count = 0
+        self._evicted = self._superseded = 0
+
+    # Reading.
+
+    def plan_read(self, ids: Int64Array) -> ReadPlan:
+        """Look groups up. Changes nothing."""
+        per_slot = self.groups_per_slot
+        keys = ids // per_slot if per_slot > 1 else ids
+        slots = self._slot_of.take(keys).astype(np.int64) - 1
+        rows = slots if per_slot == 1 else slots * per_slot + (ids - keys * per_slot)
+        is_hit = (slots >= 0) & self._valid.reshape(-1).take(rows, mode="clip")
+        hits = int(np.count_nonzero(is_hit))
+        return ReadPlan(rows if hits == len(ids) else np.where(is_hit, rows, -1), is_hit, hits)
+
+    def row_of(self, group_id: int) -> int:
+        """The row of one group, or -1: `plan_read` for a single one, without arrays."""
+        key, place = divmod(group_id, self.groups_per_slot)
+        slot = self._slot_of.item(key) - 1
+        return slot * self.groups_per_slot + place if slot >= 0 and self._valid.item(slot, place) else -1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is resident."""
+        return len(self._free) == self.capacity
+
+    def slots_of(self, rows: Int64Array) -> Int64Array:
+        """The slots of rows, in order; a slot may come up again, but not twice in a row."""
+        if self.groups_per_slot == 1:
+            return rows
+        return _without_repeats(rows // self.groups_per_slot)
+
+    def touch(self, slots: Int64Array) -> None:
+        """Resident slots were used, in this order."""
+        self._policy.touch(slots)
+
+    def lease(self, slots: Int64Array) -> None:
+        """Copies from these slots are in flight: they are not written or evicted until `release` of the same array.
+
+        A slot that is in the array twice is leased once.
+        """
+        self._leases[slots] += 1
+        self._takeable[slots] = 0
+
+    def release(self, slots: Int64Array) -> None:
+        """Give back what `lease` of the same array took."""
+        self._leases[slots] -= 1
+        self._settle(slots[self._leases[slots] == 0])
+
+    def _settle(self, slots: Int64Array) -> None:
+        """Slots without leases: those that are CLEAN can be taken again, or are free if they are detached."""
+        clean = slots[self._state[slots] == SlotState.CLEAN]
+        if not len(clean):
+            return
+        is_detached = self._key_of[clean] < 0
+        if is_detached.any():
+            self._empty(np.unique(clean[is_detached]))
+            clean = clean[~is_detached]
+        self._takeable[clean] = 1
+        self._policy.restore(clean)
+
+    def _empty(self, slots: Int64Array) -> None:
+        next_states(self._state, slots, SlotEvent.EMPTIED)
+        self._valid[slots] = False
+        self._free.extend(slots.tolist())
+
+    # Filling.
+
+    def plan_write(self, ids: Int64Array, *, keeps_all: bool = False) -> FillPlan:
+        """Find a place for groups, each named once, that are about to be written; see `commit`.
+
+        In place where the slot is resident and nobody reads it, else in a free or evicted slot. With `keeps_all` a
+        group that goes to another slot keeps its old bytes until the new ones are there, for writes that may fail.
+        """
+        keys, key_index, places = self._keys_of(ids)
+        slots = self._slot_of.take(keys).astype(np.int64) - 1
+        is_resident = slots >= 0
+        is_movable: Flags = is_resident
+        if is_resident.any():
+            is_movable = is_resident & (self._leases.take(slots, mode="clip") > 0)
+            in_place = slots[is_resident & ~is_movable] if is_movable.any() else slots[is_resident]
+            self._begin_fill(in_place)
+            self.touch(in_place)
+        copied_from = copied_to = _NOTHING
+        if not is_resident.all():
+            slots[~is_resident] = self._admit(keys[~is_resident])
+        if is_movable.any():
+            is_written = self._written_places(is_movable, key_index, places, keeps_all)
+            slots[is_movable], copied_from, copied_to = self._move(slots[is_movable], is_written)
+        rows = slots[key_index] if len(keys) != len(ids) or self.groups_per_slot > 1 else slots
+        if self.groups_per_slot > 1:
+            rows = np.where(rows >= 0, rows * self.groups_per_slot + places, -1)
+        placed = slots if (slots >= 0).all() else slots[slots >= 0]
+        return FillPlan(rows, placed, copied_from, copied_to)
+
+    def plan_promote(self, ids: Int64Array) -> FillPlan:
+        """Find a place for groups, each once, that are about to be read from below; for as many as there is one.
+
+        Only what can be had at once is used: slots that are resident, free, or can be evicted.
+        """
+        keys, key_index, places = self._keys_of(ids)
+        slots = self._slot_of.take(keys).astype(np.int64) - 1
+        is_resident = slots >= 0
+        slots[is_resident & (self._leases.take(slots, mode="clip") > 0)] = -1
+        resident = slots[is_resident & (slots >= 0)]
+        self._begin_fill(resident)
+        if not is_resident.all():
+            slots[~is_resident] = self._admit(keys[~is_resident])
+        rows = slots[key_index]
+        rows = np.where(rows >= 0, rows * self.groups_per_slot + places, -1)
+        return FillPlan(rows, slots[slots >= 0], _NOTHING, _NOTHING)
+
+    def _keys_of(self, ids: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """The keys, each once; for each group the index of its key, and its place in the slot."""
+        if self.groups_per_slot == 1:
+            return ids, np.arange(len(ids)), np.zeros(1, np.int64)
+        all_keys = ids // self.groups_per_slot
+        places = ids - all_keys * self.groups_per_slot
+        keys = _without_repeats(all_keys)
+        if len(keys) < 2 or (keys[1:] > keys[:-1]).all():  # in file order, as whole blocks are
+            is_next = np.zeros(len(ids), np.int64)
+            is_next[1:] = all_keys[1:] != all_keys[:-1]
+            return keys, np.cumsum(is_next), places
+        keys, key_index = np.unique(all_keys, return_inverse=True)
+        return keys, key_index, places
+
+    def _begin_fill(self, slots: Int64Array) -> None:
+        next_states(self._state, slots, SlotEvent.FILL)
+        self._fills[slots] += 1
+        self._takeable[slots] = 0
+        self._flushable[slots] = 0
+
+    def _admit(self, keys: Int64Array) -> Int64Array:
+        """Slots for keys that are not resident; -1 from where there are no more."""
+        wanted = keys.tolist()
+        found = self._policy.admit(wanted, self._free, self._takeable_list, self._key_list)
+        slots = np.array(found, np.int64)
+        self._clear(slots)
+        self._key_of[slots] = keys[: len(slots)]
+        self._slot_of[keys[: len(slots)]] = slots + 1
+        self._begin_fill(slots)
+        if len(slots) == len(keys):
+            return slots
+        return np.concatenate([slots, np.full(len(keys) - len(slots), -1)])
+
+    def _clear(self, slots: Int64Array) -> None:
+        """Slots that the policy gave up, or had free: whatever was in them is gone."""
+        old_keys = self._key_of[slots]
+        evicted = slots[old_keys >= 0]
+        if len(evicted):
+            self._slot_of[self._key_of[evicted]] = 0
+            self._key_of[evicted] = -1
+            self._takeable[evicted] = 0
+            self._valid[evicted] = False
+            next_states(self._state, evicted, SlotEvent.EMPTIED)
+            self._evicted += len(evicted)
+
+    def _written_places(
+        self, is_movable: Flags, key_index: Int64Array, places: Int64Array, keeps_all: bool
+    ) -> Flags:
+        """For each slot to be moved which of its groups will be written, and need not be copied."""
+        written = np.zeros((len(is_movable), self.groups_per_slot), np.bool_)
+        if not keeps_all:
+            written[key_index, places] = True
+        return written[is_movable]
+
+    def _move(self, old: Int64Array, is_written: Flags) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Give keys whose slots are leased new slots, for as many as there are; returns slots (or -1) and copies."""
+        new = np.full(len(old), -1)
+        # Where something is arriving, its bytes cannot be taken along yet: those wait.
+        movable = np.flatnonzero(self._fills[old] == 0)
+        found = self._policy.evict(len(movable), self._free, self._takeable_list, self._key_list)
+        chosen = movable[: len(found)]
+        if not len(chosen):
+            return new, _NOTHING, _NOTHING
+        sources, targets = old[chosen], np.array(found, np.int64)
+        self._clear(targets)
+        for source, target in zip(sources.tolist(), found, strict=True):
+            self._policy.substitute(source, target)
+        copied = self._valid[sources] & ~is_written[chosen]
+        copied_from, copied_to = self._rows_where(copied, sources), self._rows_where(copied, targets)
+        self._valid[targets] = copied
+        self._dirty[targets] = copied & self._dirty[sources]
+        self._hand_over_key(sources, targets)
+        self._begin_fill(targets)
+        new[chosen] = targets
+        return new, copied_from, copied_to
+
+    def _hand_over_key(self, sources: Int64Array, targets: Int64Array) -> None:
+        keys = self._key_of[sources]
+        self._key_of[targets], self._key_of[sources] = keys, -1
+        self._slot_of[keys] = targets + 1
+        was_dirty = self._state[sources] == SlotState.DIRTY
+        # What a flush in flight takes down counts as new here, or somebody who writes all the time would keep a flush
+        # of everything from ever ending; the flush in flight is waited for by itself.
+        since = np.where(was_dirty, self._dirty_since[sources], _NEVER)
+        self._set_clean(sources[was_dirty])
+        self._set_since(targets, since)
+        next_states(self._state, sources, SlotEvent.SUPERSEDED)
+        self._takeable[sources] = 0
+        self._has_failed[sources] = False
+        self._superseded += len(sources)
+
+    def _set_since(self, slots: Int64Array, since: Int64Array | int) -> None:
+        self._dirty_count -= int(np.count_nonzero(self._dirty_since[slots] != _NEVER))
+        self._dirty_since[slots] = since
+        self._dirty_count += int(np.count_nonzero(self._dirty_since[slots] != _NEVER))
+
+    def _set_clean(self, slots: Int64Array) -> None:
+        self._dirty[slots] = False
+        self._set_since(slots, _NEVER)
+        self._has_failed[slots] = False
+        self._flushable[slots] = 0
+        self._dirty_order.remove_many(slots[self._dirty_order.contains(slots)])
+
+    def _rows_where(self, flags: Flags, slots: Int64Array) -> Int64Array:
+        which, place = np.nonzero(flags)
+        return slots[which] * self.groups_per_slot + place
+
+    def commit(self, plan: FillPlan, landed: Int64Array, *, is_dirty: bool = True) -> None:
+        """The bytes of the rows `landed` are there, and what is not among them will not come.
+
+        `is_dirty` says whether they are newer than what is below. A group that did not land is what it was before.
+        """
+        self._valid.reshape(-1)[landed] = True
+        if is_dirty:
+            self._dirty.reshape(-1)[landed] = True
+        slots = plan.slots
+        self._fills[slots] -= 1
+        has_dirt: Flags = np.logical_or.reduce(self._dirty[slots], axis=1)
+        has_ended = self._fills[slots] == 0
+        if has_dirt.all() and has_ended.all():
+            self._date(slots)
+            self._become_dirty(slots)
+            return
+        self._date(slots[has_dirt])
+        self._become_dirty(slots[has_ended & has_dirt])
+        ended = slots[has_ended]
+        has_dirt = has_dirt[has_ended]
+        clean = ended[~has_dirt]
+        self._set_clean(clean)
+        next_states(self._state, clean, SlotEvent.FILLED_CLEAN)
+        is_empty = ~self._valid[clean].any(axis=1)
+        self._forget(clean[is_empty & (self._leases[clean] == 0)])
+        self._settle(clean[~is_empty & (self._leases[clean] == 0)])
+
+    def invalidate(self, rows: Int64Array) -> None:
+        """Rows that are being filled hold nobody knows what: a failed copy. What was in them is lost."""
+        self._valid.reshape(-1)[rows] = False
+        self._dirty.reshape(-1)[rows] = False
+
+    def _date(self, slots: Int64Array) -> None:
+        """Note since when slots are dirty, if they were not already."""
+        is_new = self._dirty_since[slots] == _NEVER
+        count = int(np.count_nonzero(is_new))
+        if count:
+            self._dirty_since[slots[is_new]] = np.arange(self._dirt, self._dirt + count)
+            self._dirt += count
+            self._dirty_count += count
+
+    def _become_dirty(self, slots: Int64Array) -> None:
+        next_states(self._state, slots, SlotEvent.FILLED_DIRTY)
+        self._has_failed[slots] = False
+        self._flushable[slots] = 1
+        is_known = self._dirty_order.contains(slots)
+        if not is_known.all():
+            self._dirty_order.append_many(slots[~is_known])
+        self._dirty_order.restore(slots)  # those whose turn came while they were being filled
+
+    def _forget(self, slots: Int64Array) -> None:
+        if not len(slots):
+            return
+        for slot in slots.tolist():
+            self._policy.forget(slot)
+        self._set_clean(slots)
+        self._slot_of[self._key_of[slots]] = 0
+        self._key_of[slots] = -1
+        self._empty(slots)
+
+    # Flushing.
+
+    def plan_flush(self, slots_max: int) -> FlushPlan | None:
+        """The oldest dirty slots, at most `slots_max`, to be written down; None if there are none to try."""
+        found = self._dirty_order.take_many(slots_max, self._flushable_list)
+        if not found:
+            return None
+        slots = np.array(found, np.int64)
+        self._flushable[slots] = 0
+        next_states(self._state, slots, SlotEvent.FLUSH)
+        self.lease(slots)
+        which, place = np.nonzero(self._dirty[slots])
+        ids = self._key_of[slots][which] * self.groups_per_slot + place
+        return FlushPlan(ids, slots[which] * self.groups_per_slot + place, slots)
+
+    def flushed(self, plan: FlushPlan, is_landed: Flags) -> None:
+        """What became of a flush, group by group. A slot of which something failed is dirty again; see `retry`."""
+        slots = plan.slots
+        self._leases[slots] -= 1
+        is_failed = np.isin(slots, plan.rows[~is_landed] // self.groups_per_slot)
+        landed = slots[~is_failed]
+        if len(landed) < len(slots):
+            self._flush_failed(plan, slots[is_failed], is_landed)
+        self._set_clean(landed)
+        next_states(self._state, landed, SlotEvent.LANDED)
+        self._settle(landed[self._leases[landed] == 0])
+
+    def _flush_failed(self, plan: FlushPlan, slots: Int64Array, is_landed: Flags) -> None:
+        self._dirty.reshape(-1)[plan.rows[is_landed]] = False
+        is_detached = self._key_of[slots] < 0
+        attached, detached = slots[~is_detached], slots[is_detached]
+        next_states(self._state, slots, SlotEvent.FAILED)
+        self._has_failed[attached] = True
+        self._dirty_order.append_many(attached)
+        if len(detached):
+            self._inherit(plan, detached)
+            next_states(self._state, detached, SlotEvent.SUPERSEDED)
+            self._set_clean(detached)
+            self._settle(detached[self._leases[detached] == 0])
+
+    def _inherit(self, plan: FlushPlan, detached: Int64Array) -> None:
+        """The newer slots have all groups of the detached ones, dirty: nothing is lost, but they are due as early."""
+        for slot in detached.tolist():
+            first = int(np.argmax(plan.rows // self.groups_per_slot == slot))
+            heir = (
+                self._slot_of[plan.group_ids[first : first + 1] // self.groups_per_slot].astype(np.int64) - 1
+            )
+            self._set_since(heir, np.minimum(self._dirty_since[heir], self._dirty_since[slot]))
+
+    def retry(self) -> int:
+        """Have what could not be flushed tried again, before all others; returns how many slots that is."""
+        failed = np.flatnonzero(self._has_failed & (self._state == SlotState.DIRTY))
+        self._has_failed[failed] = False
+        self._flushable[failed] = 1
+        self._dirty_order.restore(failed)
+        return len(failed)
+
+    @property
+    def dirt(self) -> int:
+        """A mark in time: slots that become dirty from here on do so after it."""
+        return self._dirt
+
+    def is_dirty_before(self, mark: int) -> bool:
+        """Whether a slot that became dirty before `mark` is still to be flushed, failed ones apart."""
+        return bool(((self._dirty_since < mark) & ~self._has_failed).any())
+
+    def failed_groups(self) -> Int64Array:
+        """The groups that could not be flushed and were not tried again."""
+        return self._dirty_groups(np.flatnonzero(self._has_failed))
+
+    def dirty_groups(self) -> Int64Array:
+        """All groups that are newer here than below, in rising order."""
+        return self._dirty_groups(np.flatnonzero(self._dirty_since != _NEVER))
+
+    def _dirty_groups(self, slots: Int64Array) -> Int64Array:
+        slots = slots[self._key_of[slots] >= 0]
+        which, place = np.nonzero(self._dirty[slots])
+        return np.sort(self._key_of[slots][which] * self.groups_per_slot + place)
+
+    # Looking.
+
+    @property
+    def dirty_count(self) -> int:
+        """How many slots hold something newer than what is below, those being flushed included."""
+        return self._dirty_count
+
+    def residents(self) -> Int64Array:
+        """All resident groups, in rising order."""
+        slots = np.flatnonzero(self._key_of >= 0)
+        which, place = np.nonzero(self._valid[slots])
+        return np.sort(self._key_of[slots][which] * self.groups_per_slot + place)
+
+    def counts(self) -> CacheCounts:
+        """Counters since the start, and how things are now."""
+        return CacheCounts(
+            evicted_slots=self._evicted,
+            superseded_slots=self._superseded,
+            resident_slots=int(np.count_nonzero(self._key_of >= 0)),
+            dirty_slots=self._dirty_count,
+            leases=int(self._leases.sum()),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the book contradicts itself. For tests: it looks at everything."""
+        state, leases, fills, keys = self._state, self._leases, self._fills, self._key_of
+        has_key = keys >= 0
+        assert (leases >= 0).all()
+        assert (fills >= 0).all()
+        assert ((fills > 0) == (state == SlotState.FILLING)).all()
+        attached = np.flatnonzero(has_key)
+        assert (self._slot_of[keys[attached]] == attached + 1).all()
+        assert np.count_nonzero(self._slot_of) == len(attached)
+        is_free = state == SlotState.FREE
+        assert sorted(self._free) == np.flatnonzero(is_free).tolist()
+        assert not (is_free & (has_key | (leases > 0) | self._valid.any(axis=1))).any()
+        assert ((state != SlotState.FLUSHING) | (leases > 0)).all()
+        assert ((state != SlotState.DIRTY) | (has_key & self._dirty.any(axis=1))).all()
+        assert not (self._dirty & ~self._valid).any()
+        assert not ((state == SlotState.CLEAN) & self._dirty.any(axis=1)).any()
+        # A detached slot is there for somebody who still reads it.
+        assert not (~has_key & ~is_free & (leases == 0)).any()
+        takeable = has_key & (state == SlotState.CLEAN) & (leases == 0)
+        assert (takeable == (self._takeable == 1)).all()
+        has_since = self._dirty_since != _NEVER
+        assert self._dirty_count == np.count_nonzero(has_since)
+        assert (has_since | ~self._dirty.any(axis=1) | (state == SlotState.FILLING)).all()
+        assert not (self._has_failed & (state != SlotState.DIRTY) & (state != SlotState.FILLING)).any()
+        is_due = (state == SlotState.DIRTY) & ~self._has_failed
+        assert (is_due == (self._flushable == 1)).all()
+        assert self._dirty_order.contains(np.flatnonzero(state == SlotState.DIRTY)).all()
+        assert sorted(self._policy.residents()) == attached.tolist()
