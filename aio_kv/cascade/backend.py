@@ -7,23 +7,25 @@ device), misses go to the backing in the same call; writes go to the slab and co
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
+from aio_kv.backends.call_memory import HOST_TYPES
 from aio_kv.backends.device_side import DeviceSide
 from aio_kv.cascade.call import Call, checked_how, groups_call, requests_call
 from aio_kv.cascade.options import CascadeOptions
 from aio_kv.cascade.session import CascadeSession
-from aio_kv.cascade.slab import slots_for
+from aio_kv.cascade.slab import HostPlaces, slots_for
 from aio_kv.cascade.statistics import CascadeStatistics
 from aio_kv.cascade.transfer import CascadeTransfer
 from aio_kv.engine import Kind
 from aio_kv.errors import ClosedError, LayoutError
 from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout
+from aio_kv.memory import host_view
 from aio_kv.protocols import AsyncStorageBackend, Priority, Read, Write
 from aio_kv.transfer.loops import current_binding
 
@@ -134,13 +136,19 @@ class CascadeBackend:
 
     def read(
         self,
-        requests: Iterable[Read],
+        requests: Sequence[Read] | Iterable[Read],
         *,
         stream: Any = None,
         deadline: float | None = None,
         priority: Priority = Priority.DEMAND,
     ) -> Any:
         """Start reading groups, each into its own memory; see `EngineBackend.read`. Returns a transfer."""
+        if requests.__class__ is list and len(requests) == 1 and requests[0].__class__ is Read:
+            (request,) = requests
+            if stream is None and deadline is None and request.into.__class__ in HOST_TYPES:
+                transfer = self._read_one(self._layout.group_id(request.key), request.into, priority)
+                if transfer is not None:
+                    return transfer
         session = self._require_session()
         how = checked_how(session.binding, stream, deadline, priority)
         return self._read(session, requests_call(self._layout, session.device, Kind.READ, requests, how))
@@ -155,6 +163,11 @@ class CascadeBackend:
         priority: Priority = Priority.DEMAND,
     ) -> Any:
         """Start reading groups by number into one buffer or a `Scatter`; see `EngineBackend.read_groups`."""
+        is_one = group_ids.__class__ is list and len(group_ids) == 1 and group_ids[0].__class__ is int
+        if is_one and stream is None and deadline is None and into.__class__ in HOST_TYPES:
+            transfer = self._read_one(group_ids[0], into, priority)
+            if transfer is not None:
+                return transfer
         session = self._require_session()
         how = checked_how(session.binding, stream, deadline, priority)
         return self._read(session, groups_call(self._layout, session.device, Kind.READ, group_ids, into, how))
@@ -224,14 +237,48 @@ class CascadeBackend:
         return np.arange(first, first + self._layout.groups_per_block, dtype=np.int64)
 
     def _read(self, session: CascadeSession, call: Call) -> Any:
-        """What is wholly below goes to the backing as it is; everything else is a transfer of ours."""
-        conductor = session.conductor
-        may_pass = not (conductor.has_writers or session.options.promote or call.how.is_late)
-        if may_pass and len(call.ids) and session.cache.has_none_of(call.ids):
-            transfer = call.read_below(session.backing, np.arange(len(call.ids)))
-            conductor.counts.misses += len(call.ids)
+        """What is wholly below goes to the backing as it is, what is wholly here is copied at once."""
+        conductor, cache, count = session.conductor, session.cache, len(call.ids)
+        if not count or conductor.has_writers or call.how.is_late:
+            return self._start(session, call)
+        plan = cache.plan_read(call.ids)
+        if plan.hits == count and not call.is_device:
+            session.slab.copy_out(plan.rows, HostPlaces(call.addresses, call.payload))
+            cache.touch(cache.slots_of(plan.rows))
+            conductor.note_hits(count, call.payload)
+            return CascadeTransfer.finished(conductor, call.ids, call.payload)
+        if plan.hits == 0 and not session.options.promote:
+            transfer = call.read_below(session.backing, np.arange(count))
+            conductor.counts.misses += count
             return transfer
         return self._start(session, call)
+
+    def _read_one(self, group_id: int, into: Any, priority: Priority) -> Any:
+        """The short way for one group in host memory; None where the long way must look."""
+        session = self._session
+        if (
+            session is None
+            or not session.binding.is_current()
+            or session.conductor.has_writers
+            or not 0 <= group_id < self._layout.num_groups
+            or priority.__class__ is not Priority
+        ):
+            return None
+        row = session.cache.row_of(group_id)
+        if row < 0 and session.options.promote:
+            return None
+        if row < 0:
+            transfer = session.backing.read_groups([group_id], into, priority=priority)
+            session.conductor.counts.misses += 1
+            return transfer
+        place = host_view(into, writable=True, what="into")
+        if place.nbytes != self._layout.payload_nbytes:
+            return None
+        place[:] = session.slab.row(row)
+        session.cache.touch(session.cache.slots_of(np.array([row])))
+        session.conductor.note_hits(1, place.nbytes)
+        ids = np.array([group_id], np.int64)
+        return CascadeTransfer.finished(session.conductor, ids, place.nbytes)
 
     def _start(self, session: CascadeSession, call: Call) -> CascadeTransfer:
         if call.kind is Kind.WRITE and getattr(getattr(self._backing, "files", None), "read_only", False):

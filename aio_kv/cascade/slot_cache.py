@@ -113,10 +113,6 @@ class SlotCache:
         slot = self._slot_of.item(key) - 1
         return slot * self.groups_per_slot + place if slot >= 0 and self._valid.item(slot, place) else -1
 
-    def has_none_of(self, ids: Int64Array) -> bool:
-        """Whether a read of these groups needs nothing from here."""
-        return len(self._free) == self.capacity or self.plan_read(ids).hits == 0
-
     def slots_of(self, rows: Int64Array) -> Int64Array:
         """The slots of rows, in order; a slot may come up again, but not twice in a row."""
         if self.groups_per_slot == 1:
