@@ -204,14 +204,23 @@ class Conductor:
     def _advance_read(self, transfer: CascadeTransfer, index: Int64Array) -> None:
         ids = transfer.call.ids
         plan = self._cache.plan_read(ids if len(index) == len(ids) else ids[index])
-        if plan.hits < len(index):  # first, so that the device works while hits are copied
+        rows = plan.rows[plan.is_hit]
+        if plan.hits == len(index):
+            self._load(transfer, index, rows)
+            return
+        # What is missing first, so that the device works while hits are copied; what comes up must not evict them.
+        hits = self._cache.slots_of(rows)
+        self._cache.lease(hits)
+        try:
             missing = index[~plan.is_hit]
             if self._promotes:
                 missing = self._promote(transfer, missing)
             if len(missing):
                 self._read_below(transfer, missing)
-        if plan.hits:
-            self._load(transfer, index[plan.is_hit], plan.rows[plan.is_hit])
+            if plan.hits:
+                self._load(transfer, index[plan.is_hit], rows)
+        finally:
+            self._cache.release(hits)
 
     def _read_below(self, transfer: CascadeTransfer, index: Int64Array) -> None:
         child = transfer.call.read_below(self._backing, index)
@@ -261,7 +270,7 @@ class Conductor:
     def _advance_write(self, transfer: CascadeTransfer, index: Int64Array) -> None:
         mover = self._mover(transfer.call)
         ids = transfer.call.ids if len(index) == transfer.request_count else transfer.call.ids[index]
-        plan = self._cache.plan_write(ids, keeps_all=transfer.call.is_device)
+        plan = self._cache.plan_write(ids, keeps_all=mover.is_late)
         self._slab.copy_within(plan.copied_from, plan.copied_to)
         has_room = plan.rows >= 0
         index, rows, left = index[has_room], plan.rows[has_room], ids[~has_room]

@@ -76,7 +76,6 @@ class Flusher:
             None
         )  # set once by the conductor, which it tells of every end
         self.last_error: AioKvError | None = None
-        self.has_failed = False  # since the last sync
         self.unsynced = Unsynced()
         self.counts = FlushCounts()
 
@@ -155,5 +154,4 @@ class Flusher:
 
     def _note_failure(self, error: AioKvError | None) -> None:
         self.counts.failed_flushes += 1
-        self.has_failed = True
         self.last_error = error or self.last_error

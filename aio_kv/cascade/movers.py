@@ -14,8 +14,10 @@ __all__ = ["DeviceMover", "HostMover", "Mover"]
 class Mover(Protocol):
     """Copies groups number `index` of a call (a part of it, see `Call.parts`) from or to rows of the slab.
 
-    Returns None if it is done, or the transfer that does it. Raises what the backing raises; then nothing is under way.
+    `is_late` says whether a copy may end after its call, or fail. Returns None if it is done, or the transfer that does it. Raises what the backing raises; then nothing is under way.
     """
+
+    is_late: bool
 
     def load(self, call: Call, index: Int64Array, rows: Int64Array) -> Any:
         """Slab to caller."""
@@ -26,6 +28,8 @@ class Mover(Protocol):
 
 class HostMover:
     """Copies at once: at memory speed that takes less time than to hand the copy to somebody else."""
+
+    is_late = False
 
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
@@ -41,6 +45,8 @@ class HostMover:
 
 class DeviceMover:
     """Has the engine copy straight between the pinned slab and the device, ordered on the caller's stream."""
+
+    is_late = True
 
     def __init__(self, slab: Slab, backing: Any, region: Any) -> None:
         self._slab = slab

@@ -17,7 +17,7 @@ from aio_kv.cascade.options import CascadeOptions
 from aio_kv.cascade.slab import Slab, slots_for
 from aio_kv.cascade.slot_cache import SlotCache
 from aio_kv.cascade.statistics import CascadeStatistics
-from aio_kv.errors import AioKvError, NotDurableError, StorageError, TransferError
+from aio_kv.errors import AioKvError, BusyError, NotDurableError, StorageError, TransferError
 from aio_kv.integers import Int64Array
 from aio_kv.transfer import LoopBinding
 from aio_kv.transfer.binding import require_current
@@ -59,6 +59,7 @@ class CascadeSession:
             (self.host_mover, device_mover),
             promote=options.promote,
         )
+        self._syncs = self._forgiven = 0  # under way; failed flushes that the backing has complained of
         self._is_closed = False
         self._close_waiters: list[Callable[[], None]] = []
 
@@ -93,15 +94,16 @@ class CascadeSession:
             )
         finally:
             self.flusher.drains -= 1
+        failed = self.cache.failed_groups()  # now: another flush may have them tried again while this one syncs
         covered, self.flusher.unsynced = self.flusher.unsynced, Unsynced()
         try:
             await self._sync()
         except BaseException as error:
             self.flusher.unsynced.add(covered.all())
             if isinstance(error, StorageError):
-                self._raise_not_durable("flush", covered.all(), error)
+                self._raise_not_durable("flush", np.concatenate([failed, covered.all()]), error)
             raise
-        self._raise_not_durable("flush", np.empty(0, np.int64), self.flusher.last_error)
+        self._raise_not_durable("flush", failed, self.flusher.last_error)
 
     def _begin_drain(self) -> int:
         mark = self.cache.dirt
@@ -112,20 +114,35 @@ class CascadeSession:
 
     async def _sync(self) -> None:
         """Make what came down durable. A backing remembers failed writes; those that were repeated are our affair."""
-        had_failed, self.flusher.has_failed = self.flusher.has_failed, False
+        failures = self.flusher.counts.failed_flushes
+        self._syncs += 1
         try:
-            await self.backing.flush()
+            await self._flush_below()
         except TransferError:
             raise  # the sync itself: a second one would succeed and mean nothing
         except StorageError:
-            if not had_failed:
+            if failures == self._forgiven:
                 raise
-            await self.backing.flush()
+            self._forgiven = failures
+            await self._flush_below()
+        else:
+            if self._syncs == 1:  # else the complaint may be on its way to another
+                self._forgiven = failures
+        finally:
+            self._syncs -= 1
 
-    def _raise_not_durable(self, action: str, unsynced: Int64Array, cause: AioKvError | None) -> None:
+    async def _flush_below(self) -> None:
+        while True:
+            try:
+                await self.backing.flush()
+                return
+            except BusyError:
+                await self.backing.wait_ready()
+
+    def _raise_not_durable(self, action: str, groups: Int64Array, cause: AioKvError | None) -> None:
         failed = self.conductor.failed_writes
         self.conductor.failed_writes = []
-        left = np.unique(np.concatenate([self.cache.failed_groups(), unsynced, *failed]))
+        left = np.unique(np.concatenate([groups, *failed]))
         if len(left):
             raise NotDurableError(
                 action,
