@@ -3,18 +3,20 @@
 The layers, lowest first; imports go down only:
 
     errors                           what goes wrong
-    layout, plan, memory             pure: geometry and planning
+    layout, plan, memory, policy     pure: geometry, planning, eviction
     protocols                        what a backend is
     files, positional                layer files and synchronous I/O
     engine                           batches through io_uring or threads
     transfer                         what a backend hands out, ordered and awaited
     backends, open                   the oracle and the asynchronous backends
+    cascade                          a write-back tier of pinned memory in front of them
     testing, cli                     the conformance kit, the command line
 """
 
 from aio_kv.backends.engine_backend import EngineBackend, ThreadedBackend, UringBackend
 from aio_kv.backends.posix import PosixBackend
 from aio_kv.backends.statistics import Statistics
+from aio_kv.cascade import CascadeBackend, CascadeStatistics, CascadeTransfer, SyncCascade
 from aio_kv.direct import DirectAlignment
 from aio_kv.engine.native import allocate_host
 from aio_kv.engine.options import EngineOptions
@@ -47,6 +49,9 @@ __all__ = [
     "AioKvError",
     "AsyncStorageBackend",
     "BusyError",
+    "CascadeBackend",
+    "CascadeStatistics",
+    "CascadeTransfer",
     "ClosedError",
     "CorruptionError",
     "DeadlineError",
@@ -72,6 +77,7 @@ __all__ = [
     "Statistics",
     "StorageBackend",
     "StorageError",
+    "SyncCascade",
     "ThreadedBackend",
     "Transfer",
     "TransferError",

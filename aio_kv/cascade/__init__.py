@@ -3,8 +3,20 @@
 `SlotCache` decides (pure), `Slab` holds the bytes, `CascadeBackend` and `SyncCascade` carry the plans out.
 """
 
+from aio_kv.cascade.backend import CascadeBackend
 from aio_kv.cascade.slot_cache import CacheCounts, SlotCache
 from aio_kv.cascade.states import SlotEvent, SlotState
+from aio_kv.cascade.statistics import CascadeStatistics
 from aio_kv.cascade.sync import SyncCascade
+from aio_kv.cascade.transfer import CascadeTransfer
 
-__all__ = ["CacheCounts", "SlotCache", "SlotEvent", "SlotState", "SyncCascade"]
+__all__ = [
+    "CacheCounts",
+    "CascadeBackend",
+    "CascadeStatistics",
+    "CascadeTransfer",
+    "SlotCache",
+    "SlotEvent",
+    "SlotState",
+    "SyncCascade",
+]

@@ -113,11 +113,6 @@ class SlotCache:
         slot = self._slot_of.item(key) - 1
         return slot * self.groups_per_slot + place if slot >= 0 and self._valid.item(slot, place) else -1
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is resident."""
-        return len(self._free) == self.capacity
-
     def slots_of(self, rows: Int64Array) -> Int64Array:
         """The slots of rows, in order; a slot may come up again, but not twice in a row."""
         if self.groups_per_slot == 1:
@@ -420,9 +415,10 @@ class SlotCache:
             )
             self._set_since(heir, np.minimum(self._dirty_since[heir], self._dirty_since[slot]))
 
-    def retry(self) -> int:
-        """Have what could not be flushed tried again, before all others; returns how many slots that is."""
-        failed = np.flatnonzero(self._has_failed & (self._state == SlotState.DIRTY))
+    def retry(self, slots: Int64Array | None = None) -> int:
+        """Have what could not be flushed (all, or these slots) tried again; returns how many slots that is."""
+        is_failed = self._has_failed & (self._state == SlotState.DIRTY)
+        failed = np.flatnonzero(is_failed) if slots is None else slots[is_failed[slots]]
         self._has_failed[failed] = False
         self._flushable[failed] = 1
         self._dirty_order.restore(failed)

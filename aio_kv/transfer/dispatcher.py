@@ -25,7 +25,7 @@ from aio_kv.plan import OP_DTYPE, Plan
 from aio_kv.transfer.binding import LoopBinding, require_current
 from aio_kv.transfer.transfer import Transfer
 
-__all__ = ["Dispatcher", "DispatcherStatistics", "OpDescription"]
+__all__ = ["Dispatcher", "DispatcherStatistics", "OpDescription", "overlaps"]
 
 _log = logging.getLogger("aio_kv")
 _ORDERED = (Kind.READ, Kind.WRITE, Kind.SYNC)  # loads and saves touch no file
@@ -138,7 +138,7 @@ class Dispatcher:
             elif other.kind is Kind.SYNC:
                 is_conflict = False
             else:
-                is_conflict = _overlaps(other.sorted_ids, transfer.sorted_ids)
+                is_conflict = overlaps(other.sorted_ids, transfer.sorted_ids)
             if is_conflict:
                 transfer.blockers += 1
                 if other.dependents is None:
@@ -343,7 +343,7 @@ class Dispatcher:
         return DispatcherStatistics(**{**self._counts, "active": len(self._active)})
 
 
-def _overlaps(a: Int64Array, b: Int64Array) -> bool:
+def overlaps(a: Int64Array, b: Int64Array) -> bool:
     """Whether two sorted arrays share an element."""
     if len(a) == 0 or len(b) == 0 or a[-1] < b[0] or b[-1] < a[0]:
         return False
