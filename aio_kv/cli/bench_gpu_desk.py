@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.progress import Progress
@@ -81,10 +81,10 @@ class GpuDesk:
 
     @asynccontextmanager
     async def backend(
-        self, files: LayerFiles, *, rings: int = 1, has_device: bool = True
+        self, files: LayerFiles, *, rings: int = 1, has_device: bool = True, **changes: Any
     ) -> AsyncIterator[EngineBackend]:
-        """An open backend; its CUDA calls are counted at the end."""
-        options = EngineOptions(rings=rings, staging_nbytes=self.settings.staging_nbytes)
+        """An open backend, `changes` being further options; its CUDA calls are counted at the end."""
+        options = EngineOptions(rings=rings, staging_nbytes=self.settings.staging_nbytes, **changes)
         device = self.device if has_device else None
         async with open_backend(files, device=device, options=options) as kv:
             self.report.machine.setdefault("rung", kv.rung)
