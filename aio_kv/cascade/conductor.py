@@ -274,15 +274,22 @@ class Conductor:
         self._slab.copy_within(plan.copied_from, plan.copied_to)
         has_room = plan.rows >= 0
         index, rows, left = index[has_room], plan.rows[has_room], ids[~has_room]
+        transfer.tried_at = self._cache.openings
         transfer.short = len(np.unique(left // self._cache.groups_per_slot)) if len(left) else 0
+        if not len(index):
+            self._wait_for_room(transfer)
+            return
         fill = _Fill(plan, [], is_dirty=True, open=1)
         try:
             for part in transfer.call.parts(index):
-                if len(index):
-                    self._save_part(transfer, mover, fill, index[part], rows[part])
+                self._save_part(transfer, mover, fill, index[part], rows[part])
         finally:
             self._close_fill(fill)
-        if transfer.short and transfer not in self._line:
+        if transfer.short:
+            self._wait_for_room(transfer)
+
+    def _wait_for_room(self, transfer: CascadeTransfer) -> None:
+        if transfer not in self._line:
             self.counts.waits_for_room += 1
             self._cache.retry()
             self._line.append(transfer)
@@ -421,6 +428,8 @@ class Conductor:
         """Look what can go on: transfers that were held, the line for room, the flusher."""
         if self._is_pumping:
             return  # from inside: the loop below looks again
+        if not (self._ready or self._line or self._news or self._flusher.has_work):
+            return
         self._is_pumping = True
         try:
             while self._pump_once():
@@ -441,16 +450,20 @@ class Conductor:
                 self._line.append(transfer)
             else:
                 self._advance_or_fail(transfer)
-        while self._line:
-            first = self._line[0]
-            if not first.is_done and len(first.pending):
-                self._advance_or_fail(first)
-            if not first.is_done and len(first.pending):
-                break
+        while self._line and self._has_gone(self._line[0]):
             self._line.popleft()
         if self._flush() or self._ready:
             return True
         return self._is_stuck() and self._give_up_first()
+
+    def _has_gone(self, first: CascadeTransfer) -> bool:
+        """Let the first in line go as far as it can; whether that is to its end."""
+        if first.is_done or first.has_begun.all():
+            return True
+        if first.short and first.tried_at == self._cache.openings and not first.call.how.is_late:
+            return False  # nothing has changed for it
+        self._advance_or_fail(first)
+        return bool(first.has_begun.all())
 
     def _advance_or_fail(self, transfer: CascadeTransfer) -> None:
         try:

@@ -94,6 +94,7 @@ class SlotCache:
         self._free = list(range(capacity - 1, -1, -1))
         self._dirt = self._dirty_count = 0
         self._evicted = self._superseded = 0
+        self.openings = 0  # changes whenever a write that found no room might find some
 
     # Reading.
 
@@ -134,13 +135,16 @@ class SlotCache:
     def release(self, slots: Int64Array) -> None:
         """Give back what `lease` of the same array took."""
         self._leases[slots] -= 1
-        self._settle(slots[self._leases[slots] == 0])
+        ended = slots[self._leases[slots] == 0]
+        self.openings += len(ended) > 0
+        self._settle(ended)
 
     def _settle(self, slots: Int64Array) -> None:
         """Slots without leases: those that are CLEAN can be taken again, or are free if they are detached."""
         clean = slots[self._state[slots] == SlotState.CLEAN]
         if not len(clean):
             return
+        self.openings += 1
         is_detached = self._key_of[clean] < 0
         if is_detached.any():
             self._empty(np.unique(clean[is_detached]))
@@ -315,6 +319,9 @@ class SlotCache:
         if is_dirty:
             self._dirty.reshape(-1)[landed] = True
         slots = plan.slots
+        if not len(slots):
+            return
+        self.openings += 1
         self._fills[slots] -= 1
         has_dirt: Flags = np.logical_or.reduce(self._dirty[slots], axis=1)
         has_ended = self._fills[slots] == 0
@@ -384,6 +391,7 @@ class SlotCache:
     def flushed(self, plan: FlushPlan, is_landed: Flags) -> None:
         """What became of a flush, group by group. A slot of which something failed is dirty again; see `retry`."""
         slots = plan.slots
+        self.openings += 1
         self._leases[slots] -= 1
         is_failed = np.isin(slots, plan.rows[~is_landed] // self.groups_per_slot)
         landed = slots[~is_failed]
