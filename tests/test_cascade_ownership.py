@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -410,7 +410,7 @@ async def test_a_backing_that_was_closed_under_a_cascade_is_told() -> None:
     with anyio.fail_after(10):
         with pytest.raises(TransferError, match="closed"):
             await kv.write_groups([1], row(2))
-        with pytest.raises(NotDurableError, match=r"close: 1 groups are not durable \(0\)"):
+        with pytest.raises(NotDurableError, match=r"close: 2 groups are not durable \(0, 1\)"):
             await kv.aclose()
 
 
@@ -542,5 +542,3 @@ async def test_flushes_in_the_background_keep_to_the_limit(priority: Priority) -
         assert statistics.dirty_slots <= 5
         assert statistics.flushed_groups >= 15
         assert statistics.waits_for_room == 0
-
-
