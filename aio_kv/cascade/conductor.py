@@ -114,9 +114,6 @@ class Conductor:
         self._hold_behind_conflicts(transfer)
         if transfer.blockers:
             self.counts.waits_for_order += 1
-        elif transfer.is_write and self._line:
-            self.counts.waits_for_room += 1
-            self._line.append(transfer)
         else:
             self._begin(transfer)
         self.counts.transfers += 1
@@ -444,11 +441,7 @@ class Conductor:
         """One round; whether another may find more to do."""
         while self._ready:
             transfer = self._ready.popleft()
-            if transfer.is_done:
-                continue
-            if transfer.is_write and self._line:
-                self._line.append(transfer)
-            else:
+            if not transfer.is_done:
                 self._advance_or_fail(transfer)
         while self._line and self._has_gone(self._line[0]):
             self._line.popleft()
