@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from aio_kv.cascade.movers import Mover
 from aio_kv.cascade.plans import FillPlan
 from aio_kv.cascade.slab import Slab
 from aio_kv.cascade.slot_cache import SlotCache
+from aio_kv.cascade.statistics import ConductorCounts
 from aio_kv.cascade.transfer import CascadeTransfer, cancelled_error
 from aio_kv.errors import AioKvError, BusyError, ClosedError, DeadlineError, DeviceError, StorageError
 from aio_kv.integers import Int64Array
@@ -34,30 +35,11 @@ from aio_kv.transfer import LoopBinding, Outcome, TransferReport
 from aio_kv.transfer.binding import require_current
 from aio_kv.transfer.dispatcher import overlaps
 
-__all__ = ["Conductor", "ConductorCounts"]
+__all__ = ["Conductor"]
 
+# Looked up once: an attribute of an enumeration costs more than a small array operation.
+_DONE: Final = Outcome.DONE
 _MAX_TRANSFERS = 1024
-
-
-@dataclass(slots=True)
-class ConductorCounts:
-    """Counters since the start. Hits and misses are groups; waits are transfers, by what they waited for."""
-
-    transfers: int = 0
-    hits: int = 0
-    misses: int = 0
-    hit_nbytes: int = 0
-    written_groups: int = 0
-    written_nbytes: int = 0
-    promoted_groups: int = 0
-    waits_for_order: int = 0
-    waits_for_room: int = 0
-    waits_for_backing: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    unobserved_failures: int = 0
-    quarantined_slots: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +231,7 @@ class Conductor:
         self.note_hits(len(index), transfer.call.payload)
         if child is None:
             self._cache.release(slots)
-            transfer.settle(index, Outcome.DONE)
+            transfer.settle(index, _DONE)
             return
 
         def loaded(report: TransferReport) -> None:
@@ -298,7 +280,7 @@ class Conductor:
         transfer.begin(index)
         if child is None:
             fill.landed.append(rows)
-            self._saved(transfer, index, Outcome.DONE, ())
+            self._saved(transfer, index, _DONE, ())
             return
         fill.open += 1
 
@@ -313,14 +295,14 @@ class Conductor:
         self, transfer: CascadeTransfer, index: Int64Array, outcomes: Any, errors: tuple[AioKvError, ...]
     ) -> None:
         transfer.settle(index, outcomes, errors)
-        landed = int(np.count_nonzero(transfer.outcomes[index] == Outcome.DONE))
+        landed = int(np.count_nonzero(transfer.outcomes[index] == _DONE))
         self.counts.written_groups += landed
         self.counts.written_nbytes += landed * transfer.call.payload
 
     def _keep_landed(
         self, transfer: CascadeTransfer, fill: _Fill, rows: Int64Array, report: TransferReport
     ) -> None:
-        fill.landed.append(rows[report.outcomes == Outcome.DONE])
+        fill.landed.append(rows[report.outcomes == _DONE])
         torn = rows[report.outcomes == Outcome.FAILED]
         if not len(torn):
             return
@@ -378,12 +360,12 @@ class Conductor:
         place: Int64Array,
         report: TransferReport,
     ) -> None:
-        is_landed = report.outcomes == Outcome.DONE
+        is_landed = report.outcomes == _DONE
         fill.landed.append(rows[is_landed])
         self._close_fill(fill)
         self.counts.promoted_groups += int(np.count_nonzero(is_landed))
         outcomes = report.outcomes[place]
-        is_here = outcomes == Outcome.DONE
+        is_here = outcomes == _DONE
         transfer.settle(coming[~is_here], outcomes[~is_here], report.errors)
         arrived = coming[is_here]
         transfer.has_begun[arrived] = False  # they are resident: what is left is an ordinary read of them
