@@ -270,6 +270,20 @@ async def test_a_lost_device_is_told_and_its_slots_are_not_used_again(
 
 
 @on_asyncio
+async def test_a_cascade_on_a_cascade_reaches_the_device_from_both(gpu: Gpu, tmp_path: Path) -> None:
+    stream, into = gpu.stream(), gpu.buffer(4 * PAYLOAD, 0)
+    with filled(tmp_path, value=9) as files:
+        async with cascade_on("uring", files, gpu, slots=4) as inner:
+            await inner.write_groups([1], row_of(1))
+            async with CascadeBackend(inner, capacity_bytes=2 * PAYLOAD, slot="group") as kv:
+                await kv.write_groups([2], row_of(2))
+                await kv.read_groups([0, 1, 2, 1], into, stream=stream)
+                assert kv.statistics().hits == 1
+                assert inner.statistics().hits == 2
+    assert gpu.download(into).reshape(4, -1)[:, 0].tolist() == [9, 1, 2, 1]
+
+
+@on_asyncio
 async def test_hits_need_no_file(gpu: Gpu, tmp_path: Path) -> None:
     """A restore of resident groups asks nothing of the disk, and the slab is pinned and registered."""
     into, stream = gpu.buffer(32 * PAYLOAD, 0), gpu.stream()

@@ -82,7 +82,7 @@ class Conductor:
         self._ready: deque[CascadeTransfer] = deque()
         self._news: list[Callable[[], None]] = []
         self._children = 0
-        self._errand: Errand | None = None  # waits for room below
+        self.errand: Errand | None = None  # waits for room below
         self._is_pumping = False
         flusher.on_end = self.pump
 
@@ -464,18 +464,18 @@ class Conductor:
             return False
 
     def _wait_for_backing(self, transfer: CascadeTransfer) -> None:
-        self.counts.waits_for_backing += 1
         if transfer not in self._line:
+            self.counts.waits_for_backing += 1
             self._line.append(transfer)
         self._ask_for_room_below()
 
     def _ask_for_room_below(self) -> None:
-        if self._errand is None:
-            self._errand = Errand(self.binding, self._backing.wait_ready)
-            self._errand.on_end(self._has_room_below)
+        if self.errand is None:
+            self.errand = Errand(self.binding, self._backing.wait_ready)
+            self.errand.on_end(self._has_room_below)
 
     def _has_room_below(self) -> None:
-        errand, self._errand = self._errand, None
+        errand, self.errand = self.errand, None
         if errand is not None and isinstance(errand.error, AioKvError):
             while self._line:
                 first = self._line.popleft()
@@ -484,7 +484,7 @@ class Conductor:
         self.pump()
 
     def _is_stuck(self) -> bool:
-        return bool(self._line and self._errand is None and self._children == 0 and self._flusher.is_idle)
+        return bool(self._line and self.errand is None and self._children == 0 and self._flusher.is_idle)
 
     def _give_up_first(self) -> bool:
         """Nothing can make room any more: the first in line fails, and the next may be luckier."""

@@ -177,6 +177,8 @@ class CascadeSession:
             _log.error("the backing did not answer: %d bytes of memory are leaked", self.slab.nbytes)
             _leaked.append((self.slab, self.region))
         first.append(await self._carry_out(self.backing.aclose, errors))
+        if conductor.errand is not None:  # it waited for room below, and is told now that there will be none
+            first.append(await conductor.errand.wait(self.options.drain_timeout))
         self._is_closed = True
         for wake in self._close_waiters:
             wake()
@@ -259,7 +261,7 @@ class CascadeSession:
             slots=self.slots,
             slot_nbytes=self.per_slot * self.slab.payload,
             slab_nbytes=self.slab.nbytes,
-            registered_nbytes=self.region.nbytes if is_registered else 0,
+            registered_nbytes=getattr(self.region, "nbytes", self.slab.nbytes) if is_registered else 0,
             is_pinned=getattr(self.region, "pin", None) is not None,
             hits=counts.hits,
             misses=counts.misses,
