@@ -110,3 +110,39 @@ def test_a_trace_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(LayoutError, match="no request"):
         read_trace(str(tmp_path / "empty"))
+
+
+def test_every_row_is_there_and_has_figures(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--dir", str(tmp_path), "--quick", "--pairs", "1", "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    rows = {row["name"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
+    kinds = ("hit_host", "hit_host_blocks", "miss_host", "mixed_90_10_host", "write_back")
+    wanted = {f"{kind}_{size}" for kind in kinds for size in ("4KiB", "64KiB")}
+    assert set(rows) == wanted | {f"book_{policy}" for policy in POLICY_NAMES}
+    assert all(row["value"] > 0 for row in rows.values())
+    assert all(rows[name]["baseline_name"] == "bare" for name in wanted)
+    assert not list(tmp_path.iterdir()), "the scratch directory was left"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--size", "1"], "--size is '1'"),
+        (["--pairs", "some"], "--pairs is 'some'"),
+        (["--dir", "absent"], "--dir is 'absent'"),
+        (["--device", "-1"], "--device is '-1'"),
+    ],
+)
+def test_a_wrong_option_is_answered_in_one_line(options: list[str], complaint: str) -> None:
+    done = subprocess.run(
+        [*COMMAND, *options], check=False, capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr

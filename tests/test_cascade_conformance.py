@@ -46,7 +46,7 @@ SIZES: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 @every_loop
 @pytest.mark.parametrize("check", BACKEND_CHECKS)
-@pytest.mark.parametrize("size", ["3-blocks", "5-groups-promoting"])
+@pytest.mark.parametrize("size", ["5-groups-promoting"])
 async def test_over_memory(size: str, check: str, tmp_path: Path) -> None:
     slots, slot, options = SIZES[size]
     with anyio.fail_after(30):
@@ -57,7 +57,7 @@ async def test_over_memory(size: str, check: str, tmp_path: Path) -> None:
 
 @on_one_loop
 @pytest.mark.parametrize("check", BACKEND_CHECKS)
-@pytest.mark.parametrize("size", [size for size in SIZES if size not in ("3-blocks", "5-groups-promoting")])
+@pytest.mark.parametrize("size", [size for size in SIZES if size != "5-groups-promoting"])
 async def test_size(size: str, check: str, tmp_path: Path) -> None:
     slots, slot, options = SIZES[size]
     with anyio.fail_after(30):

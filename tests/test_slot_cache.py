@@ -277,6 +277,22 @@ def test_a_slot_that_failed_waits_to_be_tried_again() -> None:
     cache.check_invariants()
 
 
+def test_when_an_older_flush_fails_the_newer_slot_is_due_as_early() -> None:
+    """Or a flush of everything would return although what it had to bring down is nowhere but here."""
+    cache = SlotCache(2, 100)
+    write(cache, 1)
+    mark = cache.dirt
+    flush = cache.plan_flush(1)
+    assert flush is not None
+    write(cache, 1)  # to another slot, and dirty since after the mark
+    assert cache.counts().superseded_slots == 1
+    cache.flushed(flush, np.array([False]))
+    cache.check_invariants()
+    assert cache.is_dirty_before(mark)
+    clean(cache)
+    assert not cache.is_dirty_before(mark)
+
+
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_keeps_what_is_used_in_a_small_cache(policy: str) -> None:
     cache = SlotCache(20, 10_000, 1, policy)

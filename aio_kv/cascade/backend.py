@@ -281,7 +281,7 @@ class CascadeBackend:
         return CascadeTransfer.finished(session.conductor, ids, place.nbytes)
 
     def _start(self, session: CascadeSession, call: Call) -> CascadeTransfer:
-        if call.kind is Kind.WRITE and getattr(getattr(self._backing, "files", None), "read_only", False):
+        if call.kind is Kind.WRITE and session.is_read_only:
             raise LayoutError("the files of the backing were opened read_only: open them without to write")
         transfer = CascadeTransfer(session.conductor, call)
         session.conductor.start(transfer)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from aio_kv.cascade.movers import Mover
 from aio_kv.cascade.plans import FillPlan
 from aio_kv.cascade.slab import Slab
 from aio_kv.cascade.slot_cache import SlotCache
+from aio_kv.cascade.statistics import ConductorCounts
 from aio_kv.cascade.transfer import CascadeTransfer, cancelled_error
 from aio_kv.errors import AioKvError, BusyError, ClosedError, DeadlineError, DeviceError, StorageError
 from aio_kv.integers import Int64Array
@@ -34,30 +35,11 @@ from aio_kv.transfer import LoopBinding, Outcome, TransferReport
 from aio_kv.transfer.binding import require_current
 from aio_kv.transfer.dispatcher import overlaps
 
-__all__ = ["Conductor", "ConductorCounts"]
+__all__ = ["Conductor"]
 
+# Looked up once: an attribute of an enumeration costs more than a small array operation.
+_DONE: Final = Outcome.DONE
 _MAX_TRANSFERS = 1024
-
-
-@dataclass(slots=True)
-class ConductorCounts:
-    """Counters since the start. Hits and misses are groups; waits are transfers, by what they waited for."""
-
-    transfers: int = 0
-    hits: int = 0
-    misses: int = 0
-    hit_nbytes: int = 0
-    written_groups: int = 0
-    written_nbytes: int = 0
-    promoted_groups: int = 0
-    waits_for_order: int = 0
-    waits_for_room: int = 0
-    waits_for_backing: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    unobserved_failures: int = 0
-    quarantined_slots: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +82,7 @@ class Conductor:
         self._ready: deque[CascadeTransfer] = deque()
         self._news: list[Callable[[], None]] = []
         self._children = 0
-        self._errand: Errand | None = None  # waits for room below
+        self.errand: Errand | None = None  # waits for room below
         self._is_pumping = False
         flusher.on_end = self.pump
 
@@ -114,9 +96,6 @@ class Conductor:
         self._hold_behind_conflicts(transfer)
         if transfer.blockers:
             self.counts.waits_for_order += 1
-        elif transfer.is_write and self._line:
-            self.counts.waits_for_room += 1
-            self._line.append(transfer)
         else:
             self._begin(transfer)
         self.counts.transfers += 1
@@ -252,7 +231,7 @@ class Conductor:
         self.note_hits(len(index), transfer.call.payload)
         if child is None:
             self._cache.release(slots)
-            transfer.settle(index, Outcome.DONE)
+            transfer.settle(index, _DONE)
             return
 
         def loaded(report: TransferReport) -> None:
@@ -274,15 +253,22 @@ class Conductor:
         self._slab.copy_within(plan.copied_from, plan.copied_to)
         has_room = plan.rows >= 0
         index, rows, left = index[has_room], plan.rows[has_room], ids[~has_room]
+        transfer.tried_at = self._cache.openings
         transfer.short = len(np.unique(left // self._cache.groups_per_slot)) if len(left) else 0
+        if not len(index):
+            self._wait_for_room(transfer)
+            return
         fill = _Fill(plan, [], is_dirty=True, open=1)
         try:
             for part in transfer.call.parts(index):
-                if len(index):
-                    self._save_part(transfer, mover, fill, index[part], rows[part])
+                self._save_part(transfer, mover, fill, index[part], rows[part])
         finally:
             self._close_fill(fill)
-        if transfer.short and transfer not in self._line:
+        if transfer.short:
+            self._wait_for_room(transfer)
+
+    def _wait_for_room(self, transfer: CascadeTransfer) -> None:
+        if transfer not in self._line:
             self.counts.waits_for_room += 1
             self._cache.retry()
             self._line.append(transfer)
@@ -294,7 +280,7 @@ class Conductor:
         transfer.begin(index)
         if child is None:
             fill.landed.append(rows)
-            self._saved(transfer, index, Outcome.DONE, ())
+            self._saved(transfer, index, _DONE, ())
             return
         fill.open += 1
 
@@ -309,14 +295,14 @@ class Conductor:
         self, transfer: CascadeTransfer, index: Int64Array, outcomes: Any, errors: tuple[AioKvError, ...]
     ) -> None:
         transfer.settle(index, outcomes, errors)
-        landed = int(np.count_nonzero(transfer.outcomes[index] == Outcome.DONE))
+        landed = int(np.count_nonzero(transfer.outcomes[index] == _DONE))
         self.counts.written_groups += landed
         self.counts.written_nbytes += landed * transfer.call.payload
 
     def _keep_landed(
         self, transfer: CascadeTransfer, fill: _Fill, rows: Int64Array, report: TransferReport
     ) -> None:
-        fill.landed.append(rows[report.outcomes == Outcome.DONE])
+        fill.landed.append(rows[report.outcomes == _DONE])
         torn = rows[report.outcomes == Outcome.FAILED]
         if not len(torn):
             return
@@ -374,12 +360,12 @@ class Conductor:
         place: Int64Array,
         report: TransferReport,
     ) -> None:
-        is_landed = report.outcomes == Outcome.DONE
+        is_landed = report.outcomes == _DONE
         fill.landed.append(rows[is_landed])
         self._close_fill(fill)
         self.counts.promoted_groups += int(np.count_nonzero(is_landed))
         outcomes = report.outcomes[place]
-        is_here = outcomes == Outcome.DONE
+        is_here = outcomes == _DONE
         transfer.settle(coming[~is_here], outcomes[~is_here], report.errors)
         arrived = coming[is_here]
         transfer.has_begun[arrived] = False  # they are resident: what is left is an ordinary read of them
@@ -421,6 +407,8 @@ class Conductor:
         """Look what can go on: transfers that were held, the line for room, the flusher."""
         if self._is_pumping:
             return  # from inside: the loop below looks again
+        if not (self._ready or self._line or self._news or self._flusher.has_work):
+            return
         self._is_pumping = True
         try:
             while self._pump_once():
@@ -435,22 +423,22 @@ class Conductor:
         """One round; whether another may find more to do."""
         while self._ready:
             transfer = self._ready.popleft()
-            if transfer.is_done:
-                continue
-            if transfer.is_write and self._line:
-                self._line.append(transfer)
-            else:
+            if not transfer.is_done:
                 self._advance_or_fail(transfer)
-        while self._line:
-            first = self._line[0]
-            if not first.is_done and len(first.pending):
-                self._advance_or_fail(first)
-            if not first.is_done and len(first.pending):
-                break
+        while self._line and self._has_gone(self._line[0]):
             self._line.popleft()
         if self._flush() or self._ready:
             return True
         return self._is_stuck() and self._give_up_first()
+
+    def _has_gone(self, first: CascadeTransfer) -> bool:
+        """Let the first in line go as far as it can; whether that is to its end."""
+        if first.is_done or first.has_begun.all():
+            return True
+        if first.short and first.tried_at == self._cache.openings and not first.call.how.is_late:
+            return False  # nothing has changed for it
+        self._advance_or_fail(first)
+        return bool(first.has_begun.all())
 
     def _advance_or_fail(self, transfer: CascadeTransfer) -> None:
         try:
@@ -476,18 +464,18 @@ class Conductor:
             return False
 
     def _wait_for_backing(self, transfer: CascadeTransfer) -> None:
-        self.counts.waits_for_backing += 1
         if transfer not in self._line:
+            self.counts.waits_for_backing += 1
             self._line.append(transfer)
         self._ask_for_room_below()
 
     def _ask_for_room_below(self) -> None:
-        if self._errand is None:
-            self._errand = Errand(self.binding, self._backing.wait_ready)
-            self._errand.on_end(self._has_room_below)
+        if self.errand is None:
+            self.errand = Errand(self.binding, self._backing.wait_ready)
+            self.errand.on_end(self._has_room_below)
 
     def _has_room_below(self) -> None:
-        errand, self._errand = self._errand, None
+        errand, self.errand = self.errand, None
         if errand is not None and isinstance(errand.error, AioKvError):
             while self._line:
                 first = self._line.popleft()
@@ -496,7 +484,7 @@ class Conductor:
         self.pump()
 
     def _is_stuck(self) -> bool:
-        return bool(self._line and self._errand is None and self._children == 0 and self._flusher.is_idle)
+        return bool(self._line and self.errand is None and self._children == 0 and self._flusher.is_idle)
 
     def _give_up_first(self) -> bool:
         """Nothing can make room any more: the first in line fails, and the next may be luckier."""

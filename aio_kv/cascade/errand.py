@@ -40,9 +40,9 @@ class Errand:
         """Have `wake` called once at the end."""
         self._wakes.append(wake)
 
-    async def wait(self) -> BaseException | None:
-        """Wait for the end through any number of cancellations; returns the first of them."""
-        return await self._binding.wait_until(lambda: self.is_done, self.on_end, None)
+    async def wait(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end through any number of cancellations, or `timeout` seconds; returns the first of them."""
+        return await self._binding.wait_until(lambda: self.is_done, self.on_end, timeout)
 
 
 class Child(Protocol):

@@ -84,6 +84,11 @@ class Flusher:
         """Whether nothing is in flight."""
         return not self._flights
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there may be something to start when nobody waits for room."""
+        return self.drains > 0 or self._cache.dirty_count - self._dirty_max > self.slots_in_flight
+
     def go_on(self, short: int, priority: Priority) -> bool:
         """Start as many flushes as are wanted now and fit; `short` slots are waited for by somebody of `priority`.
 

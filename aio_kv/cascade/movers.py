@@ -14,7 +14,8 @@ __all__ = ["DeviceMover", "HostMover", "Mover"]
 class Mover(Protocol):
     """Copies groups number `index` of a call (a part of it, see `Call.parts`) from or to rows of the slab.
 
-    `is_late` says whether a copy may end after its call, or fail. Returns None if it is done, or the transfer that does it. Raises what the backing raises; then nothing is under way.
+    `is_late` says whether a copy may end after its call, or fail. Returns None if it is done, or the transfer that does
+    it. Raises what the backing raises; then nothing is under way.
     """
 
     is_late: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -47,6 +48,7 @@ class CascadeSession:
         self.slots = slots_for(options.capacity_bytes, self.per_slot * layout.payload_nbytes)
         self.cache = SlotCache(self.slots, layout.num_groups, self.per_slot, options.policy)
         self.device: DeviceSide | None = getattr(backing, "device_side", None)
+        self.is_read_only = bool(getattr(getattr(backing, "files", None), "read_only", False))
         self.flusher = Flusher(self.cache, slab, backing, binding, options.dirty_max(self.slots))
         self.host_mover = HostMover(slab)
         device_mover = DeviceMover(slab, backing, region) if self.device is not None else None
@@ -94,7 +96,9 @@ class CascadeSession:
             )
         finally:
             self.flusher.drains -= 1
-        failed = self.cache.failed_groups()  # now: another flush may have them tried again while this one syncs
+        failed = (
+            self.cache.failed_groups()
+        )  # now: another flush may have them tried again while this one syncs
         covered, self.flusher.unsynced = self.flusher.unsynced, Unsynced()
         try:
             await self._sync()
@@ -147,7 +151,7 @@ class CascadeSession:
             raise NotDurableError(
                 action,
                 group_ids=left.tolist(),
-                errno=getattr(cause, "errno", None) or 5,
+                errno=getattr(cause, "errno", None) or errno.EIO,
                 hint=str(cause) if cause is not None else "a write of them failed; its transfer says why",
             ) from cause
 
@@ -173,6 +177,8 @@ class CascadeSession:
             _log.error("the backing did not answer: %d bytes of memory are leaked", self.slab.nbytes)
             _leaked.append((self.slab, self.region))
         first.append(await self._carry_out(self.backing.aclose, errors))
+        if conductor.errand is not None:  # it waited for room below, and is told now that there will be none
+            first.append(await conductor.errand.wait(self.options.drain_timeout))
         self._is_closed = True
         for wake in self._close_waiters:
             wake()
@@ -194,7 +200,9 @@ class CascadeSession:
     async def _flush_all(self, errors: list[AioKvError]) -> BaseException | None:
         mark = self._begin_drain()
         cancelled = await self._wait_while_busy(lambda: not self.cache.is_dirty_before(mark))
-        again = await self._carry_out(self._sync, errors)
+        if self.cache.is_dirty_before(mark):  # the backing does not answer: it would not answer a sync either
+            return cancelled
+        again = await self._carry_out(self._sync, errors, self.options.drain_timeout)
         if not errors:
             self.flusher.unsynced = Unsynced()
         return cancelled or again
@@ -221,12 +229,15 @@ class CascadeSession:
         return first
 
     async def _carry_out(
-        self, work: Callable[[], Awaitable[Any]], errors: list[AioKvError]
+        self, work: Callable[[], Awaitable[Any]], errors: list[AioKvError], timeout: float | None = None
     ) -> BaseException | None:
-        """Have `work` done in a task that the cancellation of this one does not reach."""
+        """Have `work` done in a task that the cancellation of this one does not reach, waiting up to `timeout`."""
         errand = Errand(self.binding, work)
-        cancelled = await errand.wait()
-        if isinstance(errand.error, AioKvError):
+        cancelled = await errand.wait(timeout)
+        if not errand.is_done:
+            hint = f"the backing did not answer within {timeout} s"
+            errors.append(StorageError("close", errno=errno.ETIMEDOUT, hint=hint))
+        elif isinstance(errand.error, AioKvError):
             errors.append(errand.error)
         elif errand.error is not None:
             raise errand.error
@@ -250,7 +261,7 @@ class CascadeSession:
             slots=self.slots,
             slot_nbytes=self.per_slot * self.slab.payload,
             slab_nbytes=self.slab.nbytes,
-            registered_nbytes=self.region.nbytes if is_registered else 0,
+            registered_nbytes=getattr(self.region, "nbytes", self.slab.nbytes) if is_registered else 0,
             is_pinned=getattr(self.region, "pin", None) is not None,
             hits=counts.hits,
             misses=counts.misses,
@@ -285,7 +296,7 @@ async def _register(backing: Any, slab: Slab) -> Any:
     nbytes = slab.nbytes
     while not getattr(region, "is_registered", True) and getattr(region, "pin", None) is None:
         nbytes = nbytes // 2 // 4096 * 4096
-        if nbytes < _REGISTERED_MIN or region.refusal != 12:  # ENOMEM: over the locked-memory limit
+        if nbytes < _REGISTERED_MIN or region.refusal != errno.ENOMEM:  # over the locked-memory limit
             break
         await region.aclose()
         region = await backing.register_landing_region(slab.memory[:nbytes])

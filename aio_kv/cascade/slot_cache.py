@@ -27,6 +27,20 @@ from aio_kv.policy.order import SlotOrder
 
 __all__ = ["CacheCounts", "SlotCache"]
 
+# Looked up once: an attribute of an enumeration costs more than a small array operation.
+_CLEAN: Final = SlotState.CLEAN
+_DIRTY: Final = SlotState.DIRTY
+_FILLING: Final = SlotState.FILLING
+_FLUSHING: Final = SlotState.FLUSHING
+_FREE: Final = SlotState.FREE
+_EMPTIED: Final = SlotEvent.EMPTIED
+_FAILED: Final = SlotEvent.FAILED
+_FILL: Final = SlotEvent.FILL
+_FILLED_CLEAN: Final = SlotEvent.FILLED_CLEAN
+_FILLED_DIRTY: Final = SlotEvent.FILLED_DIRTY
+_FLUSH: Final = SlotEvent.FLUSH
+_LANDED: Final = SlotEvent.LANDED
+_SUPERSEDED: Final = SlotEvent.SUPERSEDED
 _NOTHING: Final = np.empty(0, np.int64)
 _NEVER: Final = np.iinfo(np.int64).max
 _CAPACITY_MAX: Final = 2**31 - 2  # slot numbers are 32 bit in the table of keys
@@ -94,6 +108,7 @@ class SlotCache:
         self._free = list(range(capacity - 1, -1, -1))
         self._dirt = self._dirty_count = 0
         self._evicted = self._superseded = 0
+        self.openings = 0  # changes whenever a write that found no room might find some
 
     # Reading.
 
@@ -134,13 +149,16 @@ class SlotCache:
     def release(self, slots: Int64Array) -> None:
         """Give back what `lease` of the same array took."""
         self._leases[slots] -= 1
-        self._settle(slots[self._leases[slots] == 0])
+        ended = slots[self._leases[slots] == 0]
+        self.openings += len(ended) > 0
+        self._settle(ended)
 
     def _settle(self, slots: Int64Array) -> None:
         """Slots without leases: those that are CLEAN can be taken again, or are free if they are detached."""
-        clean = slots[self._state[slots] == SlotState.CLEAN]
+        clean = slots[self._state[slots] == _CLEAN]
         if not len(clean):
             return
+        self.openings += 1
         is_detached = self._key_of[clean] < 0
         if is_detached.any():
             self._empty(np.unique(clean[is_detached]))
@@ -149,7 +167,7 @@ class SlotCache:
         self._policy.restore(clean)
 
     def _empty(self, slots: Int64Array) -> None:
-        next_states(self._state, slots, SlotEvent.EMPTIED)
+        next_states(self._state, slots, _EMPTIED)
         self._valid[slots] = False
         self._free.extend(slots.tolist())
 
@@ -214,7 +232,7 @@ class SlotCache:
         return keys, key_index, places
 
     def _begin_fill(self, slots: Int64Array) -> None:
-        next_states(self._state, slots, SlotEvent.FILL)
+        next_states(self._state, slots, _FILL)
         self._fills[slots] += 1
         self._takeable[slots] = 0
         self._flushable[slots] = 0
@@ -241,7 +259,7 @@ class SlotCache:
             self._key_of[evicted] = -1
             self._takeable[evicted] = 0
             self._valid[evicted] = False
-            next_states(self._state, evicted, SlotEvent.EMPTIED)
+            next_states(self._state, evicted, _EMPTIED)
             self._evicted += len(evicted)
 
     def _written_places(
@@ -279,13 +297,13 @@ class SlotCache:
         keys = self._key_of[sources]
         self._key_of[targets], self._key_of[sources] = keys, -1
         self._slot_of[keys] = targets + 1
-        was_dirty = self._state[sources] == SlotState.DIRTY
+        was_dirty = self._state[sources] == _DIRTY
         # What a flush in flight takes down counts as new here, or somebody who writes all the time would keep a flush
         # of everything from ever ending; the flush in flight is waited for by itself.
         since = np.where(was_dirty, self._dirty_since[sources], _NEVER)
         self._set_clean(sources[was_dirty])
         self._set_since(targets, since)
-        next_states(self._state, sources, SlotEvent.SUPERSEDED)
+        next_states(self._state, sources, _SUPERSEDED)
         self._takeable[sources] = 0
         self._has_failed[sources] = False
         self._superseded += len(sources)
@@ -315,6 +333,9 @@ class SlotCache:
         if is_dirty:
             self._dirty.reshape(-1)[landed] = True
         slots = plan.slots
+        if not len(slots):
+            return
+        self.openings += 1
         self._fills[slots] -= 1
         has_dirt: Flags = np.logical_or.reduce(self._dirty[slots], axis=1)
         has_ended = self._fills[slots] == 0
@@ -328,7 +349,7 @@ class SlotCache:
         has_dirt = has_dirt[has_ended]
         clean = ended[~has_dirt]
         self._set_clean(clean)
-        next_states(self._state, clean, SlotEvent.FILLED_CLEAN)
+        next_states(self._state, clean, _FILLED_CLEAN)
         is_empty = ~self._valid[clean].any(axis=1)
         self._forget(clean[is_empty & (self._leases[clean] == 0)])
         self._settle(clean[~is_empty & (self._leases[clean] == 0)])
@@ -348,7 +369,7 @@ class SlotCache:
             self._dirty_count += count
 
     def _become_dirty(self, slots: Int64Array) -> None:
-        next_states(self._state, slots, SlotEvent.FILLED_DIRTY)
+        next_states(self._state, slots, _FILLED_DIRTY)
         self._has_failed[slots] = False
         self._flushable[slots] = 1
         is_known = self._dirty_order.contains(slots)
@@ -375,7 +396,7 @@ class SlotCache:
             return None
         slots = np.array(found, np.int64)
         self._flushable[slots] = 0
-        next_states(self._state, slots, SlotEvent.FLUSH)
+        next_states(self._state, slots, _FLUSH)
         self.lease(slots)
         which, place = np.nonzero(self._dirty[slots])
         ids = self._key_of[slots][which] * self.groups_per_slot + place
@@ -384,25 +405,26 @@ class SlotCache:
     def flushed(self, plan: FlushPlan, is_landed: Flags) -> None:
         """What became of a flush, group by group. A slot of which something failed is dirty again; see `retry`."""
         slots = plan.slots
+        self.openings += 1
         self._leases[slots] -= 1
         is_failed = np.isin(slots, plan.rows[~is_landed] // self.groups_per_slot)
         landed = slots[~is_failed]
         if len(landed) < len(slots):
             self._flush_failed(plan, slots[is_failed], is_landed)
         self._set_clean(landed)
-        next_states(self._state, landed, SlotEvent.LANDED)
+        next_states(self._state, landed, _LANDED)
         self._settle(landed[self._leases[landed] == 0])
 
     def _flush_failed(self, plan: FlushPlan, slots: Int64Array, is_landed: Flags) -> None:
         self._dirty.reshape(-1)[plan.rows[is_landed]] = False
         is_detached = self._key_of[slots] < 0
         attached, detached = slots[~is_detached], slots[is_detached]
-        next_states(self._state, slots, SlotEvent.FAILED)
+        next_states(self._state, slots, _FAILED)
         self._has_failed[attached] = True
         self._dirty_order.append_many(attached)
         if len(detached):
             self._inherit(plan, detached)
-            next_states(self._state, detached, SlotEvent.SUPERSEDED)
+            next_states(self._state, detached, _SUPERSEDED)
             self._set_clean(detached)
             self._settle(detached[self._leases[detached] == 0])
 
@@ -417,7 +439,7 @@ class SlotCache:
 
     def retry(self, slots: Int64Array | None = None) -> int:
         """Have what could not be flushed (all, or these slots) tried again; returns how many slots that is."""
-        is_failed = self._has_failed & (self._state == SlotState.DIRTY)
+        is_failed = self._has_failed & (self._state == _DIRTY)
         failed = np.flatnonzero(is_failed) if slots is None else slots[is_failed[slots]]
         self._has_failed[failed] = False
         self._flushable[failed] = 1
@@ -475,26 +497,26 @@ class SlotCache:
         has_key = keys >= 0
         assert (leases >= 0).all()
         assert (fills >= 0).all()
-        assert ((fills > 0) == (state == SlotState.FILLING)).all()
+        assert ((fills > 0) == (state == _FILLING)).all()
         attached = np.flatnonzero(has_key)
         assert (self._slot_of[keys[attached]] == attached + 1).all()
         assert np.count_nonzero(self._slot_of) == len(attached)
-        is_free = state == SlotState.FREE
+        is_free = state == _FREE
         assert sorted(self._free) == np.flatnonzero(is_free).tolist()
         assert not (is_free & (has_key | (leases > 0) | self._valid.any(axis=1))).any()
-        assert ((state != SlotState.FLUSHING) | (leases > 0)).all()
-        assert ((state != SlotState.DIRTY) | (has_key & self._dirty.any(axis=1))).all()
+        assert ((state != _FLUSHING) | (leases > 0)).all()
+        assert ((state != _DIRTY) | (has_key & self._dirty.any(axis=1))).all()
         assert not (self._dirty & ~self._valid).any()
-        assert not ((state == SlotState.CLEAN) & self._dirty.any(axis=1)).any()
+        assert not ((state == _CLEAN) & self._dirty.any(axis=1)).any()
         # A detached slot is there for somebody who still reads it.
         assert not (~has_key & ~is_free & (leases == 0)).any()
-        takeable = has_key & (state == SlotState.CLEAN) & (leases == 0)
+        takeable = has_key & (state == _CLEAN) & (leases == 0)
         assert (takeable == (self._takeable == 1)).all()
         has_since = self._dirty_since != _NEVER
         assert self._dirty_count == np.count_nonzero(has_since)
-        assert (has_since | ~self._dirty.any(axis=1) | (state == SlotState.FILLING)).all()
-        assert not (self._has_failed & (state != SlotState.DIRTY) & (state != SlotState.FILLING)).any()
-        is_due = (state == SlotState.DIRTY) & ~self._has_failed
+        assert (has_since | ~self._dirty.any(axis=1) | (state == _FILLING)).all()
+        assert not (self._has_failed & (state != _DIRTY) & (state != _FILLING)).any()
+        is_due = (state == _DIRTY) & ~self._has_failed
         assert (is_due == (self._flushable == 1)).all()
-        assert self._dirty_order.contains(np.flatnonzero(state == SlotState.DIRTY)).all()
+        assert self._dirty_order.contains(np.flatnonzero(state == _DIRTY)).all()
         assert sorted(self._policy.residents()) == attached.tolist()

@@ -5,7 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CascadeStatistics"]
+__all__ = ["CascadeStatistics", "ConductorCounts"]
+
+
+@dataclass(slots=True)
+class ConductorCounts:
+    """Counters since the start. Hits and misses are groups; waits are transfers, by what they waited for."""
+
+    transfers: int = 0
+    hits: int = 0
+    misses: int = 0
+    hit_nbytes: int = 0
+    written_groups: int = 0
+    written_nbytes: int = 0
+    promoted_groups: int = 0
+    waits_for_order: int = 0
+    waits_for_room: int = 0
+    waits_for_backing: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    unobserved_failures: int = 0
+    quarantined_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class CascadeTransfer:
         self.blockers = 0  # earlier transfers on the same groups that have not ended
         self.is_filling = False  # a read that brings groups up
         self.short = 0  # slots that it waits for
+        self.tried_at = -1  # what `SlotCache.openings` was when it last looked for them
         self.interest = 0
         self.is_done = False
         self.owner: object = call.owner
