@@ -151,6 +151,17 @@ def test_arrays_longer_than_a_chunk(tmp_path: Path) -> None:
     assert index.metadata["strings"].nbytes == len(strings)
 
 
+@pytest.mark.parametrize("nbytes", range(1, 40))
+def test_a_chunk_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    strings = array(STRING, 9, b"".join(text(b"x" * length) for length in (3, 0, 40, 1, 0, 0, 9, 2, 5)))
+    nested = array(ARRAY, 2, array(U16, 1, b"ab") + array(STRING, 1, text("x")))
+    values = [key_value("strings", ARRAY, strings), key_value("nested", ARRAY, nested), key_value("k", U8, 7)]
+    path = put(tmp_path / "m.gguf", key_values=values, infos=[Info()], data=bytes(16))
+    whole = GgufIndex.open(path)
+    monkeypatch.setattr(header_cursor, "_CHUNK_NBYTES", nbytes)
+    assert GgufIndex.open(path) == whole
+
+
 def test_tensor_data_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = key_value("numbers", ARRAY, array(U64, 100_000, bytes(800_000)))
     infos = [Info(dims=(1 << 20,))]
@@ -354,6 +365,22 @@ def test_a_head_without_end_is_refused(tmp_path: Path) -> None:
     os.truncate(path, 1 << 41)
     with pytest.raises(CorruptionError, match="the head of the file is too long"):
         GgufIndex.open(path)
+
+
+def test_strings_without_end_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strings = key_value("k", ARRAY, array(STRING, 1 << 40, b""))
+    path = put(tmp_path / "m.gguf", key_value_count=1, key_values=[strings])
+    os.truncate(path, 1 << 41)
+    read: list[int] = []
+
+    def recorded(fd: int, view: memoryview, file_offset: int, *, file: str) -> None:
+        read.append(view.nbytes)
+        read_exactly(fd, view, file_offset, file=file)
+
+    monkeypatch.setattr(header_cursor, "read_exactly", recorded)
+    with pytest.raises(CorruptionError, match=r"ends inside|too long"):
+        GgufIndex.open(path)
+    assert len(read) == 1
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_models import MODELS, all_experts, slot_bytes
+from page_cache import make_cold, resident_nbytes
 from processes import needs_fork
 
 from aio_kv import BusyError, CorruptionError, LayoutError, ShortReadError, StorageError
-from aio_kv.cli.expert_models import write_expert_model
+from aio_kv.cli.expert_models import ExpertModel, write_expert_model
 from aio_kv.experts import ExpertMap, PackedFile, packed_file
 from aio_kv.experts.packed_format import HEAD_NBYTES, TRAILER_NBYTES
 from aio_kv.experts.slot_image import ExpertTensor, LayerExperts
@@ -157,8 +158,48 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, error: BaseException) -
 def test_what_an_interrupted_packing_left_is_taken_over(tmp_path: Path) -> None:
     left = tmp_path / "target.packing"
     left.write_bytes(b"\xff" * 1_000_000)
-    plain(tmp_path).pack(tmp_path / "target").check_records()
+    plain(tmp_path).pack(tmp_path / "target")
+    PackedFile.open(tmp_path / "target").check_records()
     assert not left.exists()
+
+
+def test_what_gets_the_real_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = plain(tmp_path)
+    calls: list[str] = []
+
+    def record(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(packed_file, "write_all")
+    record(os, "fsync")
+    record(os, "replace")
+    experts.pack(tmp_path / "target")
+    records = len(all_experts(experts))
+    assert calls == ["write_all"] * (1 + records) + ["fsync", "replace", "fsync"]
+
+
+def test_packing_leaves_the_page_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_file, "_SYNC_NBYTES", 4 << 20)
+    model = ExpertModel("qwen3moe", 1, 16, 1024, 512, "Q8_0", "Q8_0")
+    (path,) = write_expert_model(tmp_path / "m.gguf", model)
+    experts = ExpertMap.from_gguf(path)
+    make_cold(path)
+    most: list[int] = []
+    experts.pack(
+        tmp_path / "target",
+        on_written=lambda nbytes: most.append(resident_nbytes(tmp_path / "target.packing")),
+    )
+    assert resident_nbytes(tmp_path / "target") == 0
+    # A record more than is synced at a time; what the kernel read ahead of the last expert stays with the model.
+    record = PackedFile.open(tmp_path / "target").directory.layers[0].record_nbytes
+    assert 0 < max(most) <= (4 << 20) + 2 * record
+    assert resident_nbytes(path) < 2 << 20 < path.stat().st_size // 8
 
 
 def test_two_packers_of_one_target(tmp_path: Path) -> None:
@@ -250,7 +291,7 @@ def test_a_killed_packer_leaves_no_target(tmp_path: Path) -> None:
 
 @pytest.fixture
 def packed(tmp_path: Path) -> PackedFile:
-    return plain(tmp_path, layers=1, num_experts=2).pack(tmp_path / "p", alignment=512)
+    return plain(tmp_path, num_experts=2).pack(tmp_path / "p", alignment=512)
 
 
 def test_every_byte_before_the_records_is_covered(packed: PackedFile) -> None:
@@ -266,7 +307,7 @@ def test_every_byte_before_the_records_is_covered(packed: PackedFile) -> None:
 
 
 def test_every_byte_of_a_record_is_covered(packed: PackedFile) -> None:
-    (layer,) = packed.directory.layers
+    layer = packed.directory.layers[0]
     sound = packed.path.read_bytes()
     nbytes = layer.payload_nbytes(1)
     start = packed.head.data_start + layer.record_nbytes
@@ -346,6 +387,7 @@ def edit(fields: dict[str, Any], path: str, value: Any) -> None:
         *[("format", "other"), ("model", 3), ("sources", 3), ("sources/0/name", 3), ("sources/0/nbytes", -1)],
         *[("layers", []), ("layers", None), ("layers/0", None)],
         *[("layers/0/layer", bad) for bad in (-1, 1 << 40, "1", True, 1.0, KeyError)],
+        *[("layers/1/layer", bad) for bad in (0, 1)],
         *[("layers/0/num_experts", bad) for bad in (0, 1, 3, 1 << 17, None)],
         *[("layers/0/record_offset", bad) for bad in (512, -512, 1 << 63)],
         *[("layers/0/record_nbytes", bad) for bad in (0, 512, 1 << 20)],
@@ -373,6 +415,14 @@ def test_a_directory_that_is_sealed_and_wrong(packed: PackedFile, path: str, val
     with pytest.raises(CorruptionError, match="the directory is wrong") as caught:
         PackedFile.open(packed.path)
     assert caught.value.file_offset == HEAD_NBYTES
+
+
+def test_a_record_that_is_missing_at_the_end(packed: PackedFile) -> None:
+    """The file is shorter and its head says so, too; only the directory knows better."""
+    data = packed.path.read_bytes()[: -packed.directory.layers[-1].record_nbytes]
+    packed.path.write_bytes(resealed(data[:HEAD_NBYTES], file_nbytes=len(data)) + data[HEAD_NBYTES:])
+    with pytest.raises(CorruptionError, match="records end at"):
+        PackedFile.open(packed.path)
 
 
 def test_the_way_to_seal_a_directory_is_right(packed: PackedFile) -> None:

@@ -215,7 +215,7 @@ UNSOUND = {
     "not an object": header_bytes(b"[1]"),
     "deep": header_bytes(b"[" * 100_000),
     "not UTF-8": header_bytes(b'{"\xff": 1}'),
-    "twice": header_bytes(b'{"a": 1, "a": 1}'),
+    "twice": header_bytes(b'{"a": %b, "a": %b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
     "entry": header_bytes({"a": 3}),
     "no offsets": header_bytes({"a": {"dtype": "F32", "shape": [1]}}),
     "three offsets": header_bytes({"a": entry() | {"data_offsets": [0, 4, 8]}}, bytes(8)),
