@@ -54,9 +54,12 @@ class ExpertSupply:
         """Have the page cache forget all of it."""
         drop_files(self.paths)
 
-    def resident_nbytes(self) -> int:
-        """What the page cache holds of it."""
-        return sum(resident_nbytes(path) for path in self.paths)
+    def resident_nbytes(self) -> int | None:
+        """What the page cache holds of it; None where the system does not tell (sandboxes)."""
+        try:
+            return sum(resident_nbytes(path) for path in self.paths)
+        except OSError:
+            return None
 
 
 class _Lanes:

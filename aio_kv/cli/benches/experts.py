@@ -152,7 +152,11 @@ async def _run_rounds(
             supply.cold()
             sample = await contender.drive(settings.seconds)
             rounds.add(contender.name, sample)
-            left.setdefault(contender.name, []).append(supply.resident_nbytes() / (sample.nbytes / 1e9))
+            resident = supply.resident_nbytes()
+            if resident is None:
+                report.remark("what is left in the page cache is not known: this system has no mincore")
+            else:
+                left.setdefault(contender.name, []).append(resident / (sample.nbytes / 1e9))
             progress.advance(task)
             progress.refresh()
     report.page_cache_left[mode] = {name: round(median(values)) for name, values in left.items()}
