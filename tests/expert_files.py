@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
-from aio_kv.experts import ExpertMap
+from aio_kv import EngineOptions
+from aio_kv.backends.engine_session import EngineSession
+from aio_kv.backends.rungs import OpenedEngine
+from aio_kv.experts import ExpertMap, ExpertReader
+from aio_kv.experts.reader import ReaderSession
 from aio_kv.experts.slot_image import ExpertTensor, LayerExperts
+from aio_kv.plan import IoLimits
+from aio_kv.testing import Scheduler
+from aio_kv.testing.memory_engine import MemoryEngine
+from aio_kv.transfer import LoopBinding
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,26 @@ def make_model(
 
     Tensors begin on multiples of `alignment`. The last tensor of each file ends with the file.
     """
+    model = _planned(folder, sizes, num_experts, gap, shards, alignment, seed)
+    for path, data in zip(model.experts.paths, model.content, strict=True):
+        path.write_bytes(data)
+    return model
+
+
+def memory_model(sizes: Sequence[Sequence[int]], num_experts: int = 8, seed: int = 1) -> Model:
+    """A model for `MemoryReader`, with no file on any disk."""
+    return _planned(Path("memory"), sizes, num_experts, 96, 2, 32, seed)
+
+
+def _planned(
+    folder: Path,
+    sizes: Sequence[Sequence[int]],
+    num_experts: int,
+    gap: int,
+    shards: int,
+    alignment: int,
+    seed: int,
+) -> Model:
     ends = [17] * shards  # a header of sorts
     layers: dict[int, LayerExperts] = {}
     for layer, widths in enumerate(sizes):
@@ -68,6 +97,62 @@ def make_model(
     random = np.random.default_rng(seed)
     content = tuple(random.bytes(end) for end in ends)
     paths = tuple(folder / f"shard-{index}.bin" for index in range(shards))
-    for path, data in zip(paths, content, strict=True):
-        path.write_bytes(data)
     return Model(ExpertMap(paths, layers), content)
+
+
+class MemoryShards:
+    """What an engine in memory and a session ask of files, over the bytes of a model."""
+
+    read_only = True
+    closed = False
+    directories = ("memory",)
+    direct_alignment = None
+    direct_refusal = None
+
+    def __init__(self, content: Sequence[bytes]) -> None:
+        self._content = [bytearray(data) for data in content]
+
+    def layer(self, shard: int) -> bytearray:
+        """The bytes of one shard, by the name that the engine knows."""
+        return self._content[shard]
+
+    def path_of(self, shard: int) -> str:
+        return f"memory/shard-{shard}.bin"
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryReader(ExpertReader):
+    """An `ExpertReader` whose files are memory and whose device does what a scheduler, or `pause`, says."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        scheduler: Scheduler | None = None,
+        options: EngineOptions | None = None,
+        alignment: int = 512,
+    ) -> None:
+        super().__init__(model.experts, options=options, keep_page_cache=True)
+        self._shards = MemoryShards(model.content)
+        self._scheduler = scheduler or Scheduler()
+        self._alignment = alignment
+        self.engine: MemoryEngine | None = None
+
+    def pause(self) -> None:
+        """Have the device stop answering: what is at the device stays there until `resume`."""
+        assert self.engine is not None
+        self.engine.pause()
+
+    def resume(self) -> None:
+        """End `pause`."""
+        assert self.engine is not None
+        self.engine.resume()
+
+    async def _open_session(self, binding: LoopBinding) -> ReaderSession:
+        options = self._plan.options
+        limits = IoLimits(self._alignment, self._alignment, options.op_nbytes_max)
+        self.engine = MemoryEngine(cast(Any, self._shards), limits, options, self._scheduler)
+        opened = OpenedEngine(self.engine, "memory", "direct", limits, ())
+        return EngineSession(cast(Any, self._plan), cast(Any, self._shards), opened, binding)

@@ -14,7 +14,7 @@ from aio_kv.errors import ClosedError, DeviceError
 from aio_kv.memory import DeviceMemory, HostMemory, device_memory, raw_view
 from aio_kv.transfer import LoopBinding
 
-__all__ = ["DeviceSide", "FollowingStream", "OrderedStream"]
+__all__ = ["DeviceSide", "OrderedStream"]
 
 _log = logging.getLogger("aio_kv")
 _KNOWN_STREAMS_MAX = 64  # checked once each: the check costs as much as the fence
@@ -42,25 +42,6 @@ class OrderedStream:
     def release(self) -> None:
         """The engine is done with the fence."""
         self._fence.release()
-
-
-class FollowingStream:
-    """A caller's stream that comes after the copies of one transfer, which themselves wait for nothing."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    @property
-    def order(self) -> Order:
-        """What the engine is told."""
-        return Order(0, self._stream.handle or 1)
-
-    def wait_for(self, event: int) -> None:
-        """Make the stream wait for an event of the engine. Raises `DeviceError` for a stream under graph capture."""
-        self._stream.wait_handle(event)
-
-    def release(self) -> None:
-        """There is no fence to release."""
 
 
 class DeviceSide:
@@ -120,10 +101,6 @@ class DeviceSide:
             return event
         event.release()
         return stream.record()
-
-    def follower(self, stream: Any) -> FollowingStream | None:
-        """The caller's stream for a transfer that need not wait for it; None for None."""
-        return None if stream is None else FollowingStream(as_stream(stream, self.device))
 
     def record_event(self, stream: Any, engine: Engine, binding: LoopBinding) -> AwaitableEvent:
         """An event on a caller's stream that the engine watches for whoever awaits it."""

@@ -166,15 +166,6 @@ class EngineSession(Generic[FilesT]):
         transfer.stream = self.device.ordered(stream)
         transfer.order = Order(0, 0) if transfer.stream is None else transfer.stream.order
 
-    def order_behind(self, transfer: Transfer, stream: Any) -> None:
-        """Order nothing before the copies of a transfer, and have `enqueued` order the caller's stream after them.
-
-        For memory that the caller knows to be free, whatever its stream is still doing.
-        """
-        assert self.device is not None
-        transfer.stream = self.device.follower(stream)
-        transfer.order = Order(0, 0) if transfer.stream is None else transfer.stream.order
-
     def hand_over(self, transfer: Transfer, first_address: int, last_address: int) -> None:
         """Start a transfer whose memory lies between the two addresses. Raises `BusyError`, `ClosedError`."""
         if self.table.regions:

@@ -16,26 +16,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from aio_kv.cli import experts_bench, experts_verify
 from aio_kv.cli.expert_models import FORMS, MODEL_SHAPES, ensure_expert_model
+from aio_kv.cli.experts_arguments import AsJson, Model, Prefix
 from aio_kv.cli.experts_listing import list_experts, table_of
 from aio_kv.errors import LayoutError
 from aio_kv.experts import ExpertMap
 
 __all__ = ["register"]
-
-Model = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="MODEL...",
-        help="A GGUF, safetensors or packed file, the first of several shards, or all of them in order.",
-        show_default=False,
-    ),
-]
-Prefix = Annotated[
-    str,
-    typer.Option(metavar="TEXT", help="How tensors are named, where safetensors files hold several models."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on one line, the last of stdout.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -44,6 +32,8 @@ def register(app: typer.Typer) -> None:
     group.command("ls")(ls)
     group.command("pack")(pack)
     group.command("make")(make)
+    experts_verify.register(group)
+    experts_bench.register(group)
     app.add_typer(group)
 
 

@@ -1,5 +1,8 @@
-"""MoE expert weights: where each expert lies in the files of a model, and reading them from there."""
+"""MoE expert weights: where each expert lies in the files of a model, reading them from there, and keeping them."""
 
+from aio_kv.experts.arena import ExpertArena
+from aio_kv.experts.arena_statistics import ArenaStatistics
+from aio_kv.experts.demand import Demand, ExpertSlots
 from aio_kv.experts.expert_map import ExpertMap
 from aio_kv.experts.gguf_header import GgufArray, GgufShard, GgufTensor
 from aio_kv.experts.gguf_index import GgufIndex
@@ -10,9 +13,13 @@ from aio_kv.experts.segments import DirectSegment
 from aio_kv.experts.slot_image import SlotPart
 
 __all__ = [
+    "ArenaStatistics",
+    "Demand",
     "DirectSegment",
+    "ExpertArena",
     "ExpertMap",
     "ExpertReader",
+    "ExpertSlots",
     "GgufArray",
     "GgufIndex",
     "GgufShard",

@@ -184,6 +184,7 @@ class ExpertReader:
         requests = [self.experts.segments(layer, expert) for expert in ids.tolist()]
         slot_nbytes = self.experts.slot_nbytes(layer)
         session = self.session
+        self._check_backlog()
         memory = memory_of(
             session.device, into.memory if isinstance(into, Scatter) else into, Kind.READ, stream
         )
@@ -206,6 +207,7 @@ class ExpertReader:
     ) -> Transfer:
         """Start reading segments to their slot offsets in `into`, as one request; otherwise like `read`."""
         session = self.session
+        self._check_backlog()
         memory = memory_of(session.device, into, Kind.READ, stream)
         transfer = self._make_slot(session, segments, memory, (memory, into), deadline, priority)
         if isinstance(memory, DeviceMemory):
@@ -213,20 +215,13 @@ class ExpertReader:
         return self._hand_over_slot(session, transfer, segments, memory)
 
     def read_slot(
-        self,
-        segments: Sequence[DirectSegment],
-        memory: HostMemory | DeviceMemory,
-        priority: Priority,
-        stream: Any = None,
+        self, segments: Sequence[DirectSegment], memory: HostMemory | DeviceMemory, priority: Priority
     ) -> Transfer:
-        """Like `read_segments` for memory of an arena, which has checked it and knows that nothing uses it.
-
-        No copy waits for `stream`; `enqueued` orders it after them all the same.
-        """
+        """Like `read_segments` for memory of an arena, which has checked it and orders streams itself."""
         session = self.session
         transfer = self._make_slot(session, segments, memory, memory, None, priority)
         if isinstance(memory, DeviceMemory):
-            session.order_behind(transfer, stream)
+            session.order(transfer, None)
         return self._hand_over_slot(session, transfer, segments, memory)
 
     def _make_slot(
@@ -266,10 +261,6 @@ class ExpertReader:
         priority: Priority,
     ) -> Transfer:
         check_priority(priority)
-        if self._dropper is not None and self._dropper.backlog_nbytes > _BACKLOG_NBYTES_MAX:
-            raise BusyError(
-                f"more than {_BACKLOG_NBYTES_MAX} bytes in the page cache wait to be dropped: await wait_ready() first"
-            )
         is_device = isinstance(memory, DeviceMemory)
         plan = plan_segments(requests, addresses, session.limits, is_device=is_device)
         nbytes = sum(segment.nbytes for segments in requests for segment in segments)
@@ -286,6 +277,12 @@ class ExpertReader:
             deadline_ns,
             owner,
         )
+
+    def _check_backlog(self) -> None:
+        if self._dropper is not None and self._dropper.backlog_nbytes > _BACKLOG_NBYTES_MAX:
+            raise BusyError(
+                f"more than {_BACKLOG_NBYTES_MAX} bytes in the page cache wait to be dropped: await wait_ready() first"
+            )
 
     def _drop_later(self, transfer: Transfer, requests: Sequence[Sequence[DirectSegment]]) -> None:
         dropper = self._dropper

@@ -203,7 +203,9 @@ class RegionTable:
         """Forget a region once nothing uses it."""
         if region.is_closed:
             return
-        cancelled = await self._binding.wait_until(lambda: not region._users, region._wakes.append, None)
+        cancelled = await self._binding.wait_until(
+            lambda: not region._users, lambda wake: region._wakes.append(wake), None
+        )
         if region in self.regions:
             self.regions.remove(region)
             again = await self._forget(region)
@@ -212,7 +214,9 @@ class RegionTable:
             region._memory = None
             region.wake_waiters()
         else:  # somebody else is about to end it: the memory is the caller's when that is over
-            again = await self._binding.wait_until(lambda: region.is_closed, region._wakes.append, None)
+            again = await self._binding.wait_until(
+                lambda: region.is_closed, lambda wake: region._wakes.append(wake), None
+            )
         cancelled = cancelled or again
         if cancelled is not None:
             raise cancelled

@@ -131,6 +131,13 @@ class Transfer:
         self._has_observer = True
         return self._observe()
 
+    @property
+    def failure(self) -> TransferError | None:
+        """What awaiting the transfer raises now that it is done; None for a success."""
+        assert self.is_done
+        self._observe()
+        return self._error
+
     async def enqueued(self) -> None:
         """Make the caller's stream wait for the copies of this transfer; then work launched on it sees the bytes.
 
