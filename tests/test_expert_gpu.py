@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,8 +16,9 @@ from gpu_support import RUNGS, SMALL, Gpu, ends_within, gpu, looks, on_asyncio, 
 
 from aio_kv import DeviceError, LayoutError, UnavailableError, allocate_host
 from aio_kv.cuda import DeviceBuffer, DevicePointer
-from aio_kv.experts import ExpertArena, ExpertReader, PosixExpertReader
+from aio_kv.experts import Demand, ExpertArena, ExpertReader, PosixExpertReader
 from aio_kv.experts.demand import View
+from aio_kv.experts.slot_table import Grant
 
 __all__ = ["gpu"]  # a fixture
 
@@ -176,6 +178,16 @@ async def test_a_slot_that_a_stream_still_reads_is_not_filled_again(
                 assert arena.statistics().waiting == 1
                 gpu.release(stream)
         assert arena.statistics().leases == 0
+
+
+def test_a_stream_waits_for_the_copies_of_every_expert_that_is_on_its_way() -> None:
+    """The rule alone: on a real device the copies have mostly ended by the time that anybody looks."""
+    waited: list[int] = []
+    on_their_way = {5: SimpleNamespace(events=lambda: [11, 12]), 7: SimpleNamespace(events=lambda: [13])}
+    arena, stream = SimpleNamespace(fill_of=on_their_way.get), SimpleNamespace(wait_handle=waited.append)
+    demand = Demand(arena, 0, (5, 6, 7), stream)  # type: ignore[arg-type]
+    demand._order_stream(Grant({5: 0, 6: 1, 7: 2}, hits=(6,), filling=(5,), missing=(7,)))
+    assert waited == [11, 12, 13]
 
 
 @on_asyncio

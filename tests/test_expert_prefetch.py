@@ -9,6 +9,7 @@ from expert_files import Model, memory_model
 from loops import every_loop
 
 from aio_kv import TransferError
+from aio_kv.testing import Scheduler
 
 
 @pytest.fixture
@@ -87,6 +88,13 @@ async def test_a_demand_that_finds_everything_drops_nothing(model: Model) -> Non
         await until(lambda: arena.statistics().resident == 3)
 
 
+class OneByOne(Scheduler):
+    """A device that never does two things in one turn of the loop: reads of one expert end one after the other."""
+
+    def count(self, in_flight: int) -> int:
+        return 1
+
+
 PIECES = 4
 LARGE = PIECES * (512 << 10)
 
@@ -96,7 +104,7 @@ async def test_a_demand_takes_over_the_prefetch_of_its_expert() -> None:
     """What is at the device is waited for, the rest asked for at once, and no byte read twice."""
     model = memory_model([(LARGE,)], num_experts=3)
     bounds = {"prefetch_bytes": 3 * LARGE, "prefetch_window_bytes": 1}
-    async with arena_on(model, 3, alignment=1, **bounds) as (arena, reader):
+    async with arena_on(model, 3, alignment=1, scheduler=OneByOne(), **bounds) as (arena, reader):
         reader.pause()
         arena.prefetch(0, [0, 1])
         await turns()

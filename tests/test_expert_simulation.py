@@ -18,6 +18,7 @@ from loops import on_one_loop, on_trio
 
 from aio_kv import TransferError
 from aio_kv.experts import ExpertArena
+from aio_kv.experts import arena as arena_module
 from aio_kv.experts.slot_table import SlotTable
 from aio_kv.policy import POLICY_NAMES, make_policy
 from aio_kv.testing import SeededScheduler
@@ -32,6 +33,12 @@ NARROW = replace(SMALL, queue_depth=3, max_requests=5, op_nbytes_max=4096, small
 @pytest.fixture(scope="module")
 def model() -> Model:
     return memory_model(SIZES, num_experts=6)
+
+
+@pytest.fixture(autouse=True)
+def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have prefetches come in pieces, so that demands find them half done."""
+    monkeypatch.setattr(arena_module, "_PIECE_NBYTES", 4096)
 
 
 class Simulation:
@@ -78,7 +85,9 @@ class Simulation:
         self.cancelled += 1
 
 
-async def simulate(model: Model, seed: int, *, failing: float, policy: str) -> None:
+async def simulate(
+    model: Model, seed: int, *, failing: float, policy: str, is_repeatable: bool = True
+) -> None:
     scheduler = SeededScheduler(seed, failing=failing)
     with anyio.fail_after(60):
         async with MemoryReader(model, scheduler=scheduler, options=NARROW) as reader:
@@ -99,9 +108,9 @@ async def simulate(model: Model, seed: int, *, failing: float, policy: str) -> N
             assert found.demands >= run.served > 0
             assert run.strange_errors == 0
             assert found.hits + found.joined + found.misses > 0
-            if failing:
+            if failing and is_repeatable:  # elsewhere a run may be lucky
                 assert found.failures > 0
-            else:
+            if not failing:
                 assert run.failed == found.failures == 0
             engine = reader.statistics().engine
             assert engine.in_flight == 0
@@ -122,7 +131,7 @@ async def test_simulation_with_failures(seed: int, model: Model) -> None:
 @on_trio
 @pytest.mark.parametrize("seed", range(3))
 async def test_simulation_where_tasks_wake_in_any_order(seed: int, model: Model) -> None:
-    await simulate(model, seed, failing=0.01, policy="lru")
+    await simulate(model, seed, failing=0.01, policy="lru", is_repeatable=False)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
