@@ -15,7 +15,7 @@ import aio_kv
 # The public sub-packages. What they export, the top level does not export again.
 PUBLIC_PACKAGES = [
     f"aio_kv.{name}"
-    for name in ("cuda", "engine", "experts", "integrations", "testing")
+    for name in ("cuda", "engine", "experts", "integrations", "metrics", "testing", "tracing")
     if name in {module.name for module in pkgutil.iter_modules(aio_kv.__path__)}
 ]
 

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "aio_kv"
 LAYERS = {
     9: {"cli", "integrations", "__main__"},
-    8: {"store", "experts", "testing", "open"},
+    8: {"store", "experts", "metrics", "testing", "open", "tracing"},
     7: {"backends", "cascade"},
     6: {"transfer"},
     5: {"engine", "cuda"},

@@ -489,8 +489,9 @@ class EngineBackend:
 
     def statistics(self) -> Statistics:
         """Counters since the backend opened; after it has closed, those of the end."""
-        if self._session is not None:
-            return self._session.statistics(type(self).__name__)
+        session = self._session  # looked at once: a scrape may ask from another thread while this closes
+        if session is not None:
+            return session.statistics(type(self).__name__)
         if self._last_statistics is not None:
             return self._last_statistics
         return Statistics(type(self).__name__, "", (), 0, 0, 0, DispatcherStatistics(), EngineStatistics())

@@ -323,7 +323,8 @@ class CascadeBackend:
 
     def statistics(self) -> CascadeStatistics | None:
         """Counters since the cascade opened; after it has closed, those of the end; None before."""
-        return self._session.statistics() if self._session is not None else self._last_statistics
+        session = self._session  # looked at once: a scrape may ask from another thread while this closes
+        return session.statistics() if session is not None else self._last_statistics
 
     def _require_session(self) -> CascadeSession:
         session = self._session

@@ -182,6 +182,14 @@ class CascadeTransfer:
         self._has_observer = True
 
     @property
+    def worst_outcome(self) -> Outcome:
+        """How it ended, or of a mix the first end that was not DONE; looking at it is not awaiting it."""
+        if self._report is not None and self._report.is_complete:
+            return Outcome.DONE
+        ended = self.outcomes[self.outcomes > Outcome.DONE]
+        return Outcome(ended[0]) if len(ended) else Outcome.DONE
+
+    @property
     def has_failed(self) -> bool:
         """Whether some request did not succeed."""
         return bool((self.outcomes > Outcome.DONE).any())

@@ -165,6 +165,11 @@ class ExpertArena:
             raise cancelled
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has been opened and not closed."""
+        return self._state == "open"
+
+    @property
     def _is_idle(self) -> bool:
         return not self._fills and not self._line and not self._table.leases
 

@@ -150,6 +150,11 @@ class ExpertReader:
                 raise cancelled
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has been opened and not closed."""
+        return self._session is not None
+
+    @property
     def rung(self) -> str:
         """Mechanism and file mode in force, such as "uring-fixed-direct"."""
         return self.session.opened.rung
@@ -326,8 +331,9 @@ class ExpertReader:
 
     def statistics(self) -> Statistics:
         """Counters since the reader opened; after it has closed, those of the end."""
-        if self._session is not None:
-            return self._session.statistics(type(self).__name__)
+        session = self._session  # looked at once: a scrape may ask from another thread while this closes
+        if session is not None:
+            return session.statistics(type(self).__name__)
         if self._last_statistics is None:
             raise ClosedError("the reader was never open: use `async with` or await it")
         return self._last_statistics

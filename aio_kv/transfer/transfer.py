@@ -161,6 +161,11 @@ class Transfer:
         self.dispatcher.cancel(self)
 
     @property
+    def worst_outcome(self) -> Outcome:
+        """How it ended, or of a mix the first end that was not DONE; looking at it is not awaiting it."""
+        return Outcome(outcomes_of(np.array([self.worst]))[0])
+
+    @property
     def group_ids(self) -> Int64Array:
         """The groups, in the order of the call."""
         ids = self._group_ids
