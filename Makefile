@@ -6,7 +6,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RUN := $(CURDIR)/build/gpu-run
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types sanitize wheel docs-check gpu-test gpu-bench gpu-ready venv clean
+.PHONY: help demo test lint format types sanitize wheel wheel-check docs-check gpu-test gpu-bench gpu-ready venv clean
 
 help:
 	@echo "make demo        run the demonstration, on generated data and on a small language model"
@@ -17,6 +17,7 @@ help:
 	@echo "make sanitize    C code under ASan, UBSan and TSan; Python engine tests under ASan"
 	@echo "make docs-check  run the notebooks in docs/"
 	@echo "make wheel       sdist and abi3 wheel in dist/"
+	@echo "make wheel-check install both with every Python that is here, and run them"
 	@echo "make gpu-test    the suite on a machine with a GPU     (GPU_WHEELS=DIR: from wheels, without network)"
 	@echo "make gpu-bench   the benchmarks, likewise"
 	@echo "make venv        only the set-up             make clean   remove what was built"
@@ -59,11 +60,19 @@ docs-check:
 		$(PYTHON) -m pytest -q -W default --nbmake --nbmake-timeout=300 docs/*.ipynb; \
 	else echo "docs-check: no notebooks in docs/"; fi
 
+# The wheel is built from the sdist, so that what the sdist lacks is noticed. auditwheel finds patchelf on PATH.
 wheel:
 	@scripts/setup.sh dev
-	rm -rf dist
-	$(PYTHON) -m build --no-isolation
+	rm -rf dist build/wheel
+	$(PYTHON) -m build --no-isolation --outdir build/wheel
+	@mkdir dist && mv build/wheel/*.tar.gz dist/
+	@case "$$(ls build/wheel)" in \
+		*-linux_*.whl) PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m auditwheel repair --strip --wheel-dir dist build/wheel/*.whl;; \
+		*) mv build/wheel/*.whl dist/;; esac
 	@ls dist
+
+wheel-check: wheel
+	scripts/check_wheel.sh
 
 # With GPU_WHEELS=DIR, on a machine without network: everything comes from DIR, which holds the wheel of this project and
 # those of its dependencies that the machine's python3 lacks; nothing of that python3 is changed. Without it, the machine
