@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
-from backends import KINDS, Make, make_backend
+from backends import Make, make_backend
 from loops import every_loop, on_one_loop
 
 from aio_kv import GroupLayout
@@ -42,6 +42,9 @@ SIZES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "7-blocks-promoting": (7, "block", {"promote": True, "policy": "s3fifo", "dirty_limit": 0.2}),
     "all": (10_000, "group", {}),
 }
+# One of each mechanism; what a backing does within tight bounds is tested with the backing.
+OVER = ("uring", "uring-buffered", "threads", "python")
+PATIENCE = 120.0  # seconds, on a machine with other work: a check that hangs takes for ever
 
 
 @every_loop
@@ -49,7 +52,7 @@ SIZES: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("size", ["5-groups-promoting"])
 async def test_over_memory(size: str, check: str, tmp_path: Path) -> None:
     slots, slot, options = SIZES[size]
-    with anyio.fail_after(30):
+    with anyio.fail_after(PATIENCE):
         await BACKEND_CHECKS[check](
             make_cascade(make_backend("memory-shuffled", tmp_path), slots, slot, **options)
         )
@@ -60,15 +63,15 @@ async def test_over_memory(size: str, check: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [size for size in SIZES if size != "5-groups-promoting"])
 async def test_size(size: str, check: str, tmp_path: Path) -> None:
     slots, slot, options = SIZES[size]
-    with anyio.fail_after(30):
+    with anyio.fail_after(PATIENCE):
         await BACKEND_CHECKS[check](make_cascade(make_backend("memory", tmp_path), slots, slot, **options))
 
 
 @on_one_loop
 @pytest.mark.parametrize("check", BACKEND_CHECKS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("memory")])
+@pytest.mark.parametrize("kind", OVER)
 async def test_over(kind: str, check: str, tmp_path: Path) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(PATIENCE):
         await BACKEND_CHECKS[check](make_cascade(make_backend(kind, tmp_path), 3, "block"))
 
 
@@ -76,7 +79,7 @@ async def test_over(kind: str, check: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("check", BACKEND_CHECKS)
 async def test_over_another_cascade(check: str, tmp_path: Path) -> None:
     inner = make_cascade(make_backend("memory-shuffled", tmp_path), 4, "group", promote=True)
-    with anyio.fail_after(30):
+    with anyio.fail_after(PATIENCE):
         await BACKEND_CHECKS[check](make_cascade(inner, 2, "block"))  # type: ignore[arg-type]
 
 
@@ -90,7 +93,7 @@ async def test_over_a_backend_that_only_has_the_protocol(check: str, tmp_path: P
         async with make_backend("memory-shuffled", tmp_path)(layout) as backend:
             yield Plain(backend)
 
-    with anyio.fail_after(30):
+    with anyio.fail_after(PATIENCE):
         await BACKEND_CHECKS[check](make_cascade(make, 3, "block"))
 
 

@@ -342,7 +342,7 @@ class Conductor:
         coming = index[is_coming]
         place = (np.cumsum(has_room) - 1)[which[is_coming]]  # in `rows`, for each request
         transfer.begin(coming)
-        transfer.is_filling = True
+        transfer.fills += 1
         self.counts.misses += len(coming)
 
         def arrived(report: TransferReport) -> None:
@@ -369,7 +369,7 @@ class Conductor:
         transfer.settle(coming[~is_here], outcomes[~is_here], report.errors)
         arrived = coming[is_here]
         transfer.has_begun[arrived] = False  # they are resident: what is left is an ordinary read of them
-        transfer.is_filling = False
+        transfer.fills -= 1
         if len(arrived):
             self._ready.append(transfer)
 

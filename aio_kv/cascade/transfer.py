@@ -49,7 +49,7 @@ class CascadeTransfer:
         self.children: list[Child] = []
         self.dependents: list[CascadeTransfer] = []
         self.blockers = 0  # earlier transfers on the same groups that have not ended
-        self.is_filling = False  # a read that brings groups up
+        self.fills = 0  # reads below that bring groups up, not ended
         self.short = 0  # slots that it waits for
         self.tried_at = -1  # what `SlotCache.openings` was when it last looked for them
         self.interest = 0
@@ -137,6 +137,11 @@ class CascadeTransfer:
     def pending(self) -> Int64Array:
         """Which requests have not begun, by number."""
         return np.flatnonzero(~self.has_begun)
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether it is a read that brings groups up at the moment: their slots are being written."""
+        return self.fills > 0
 
     @property
     def is_enqueued(self) -> bool:
