@@ -13,6 +13,7 @@ from leaks import holdings, leaked_since
 from loops import LOOP_FACTORIES
 
 from aio_kv import UnavailableError
+from aio_kv.cli.language_model import LanguageModel, prepare_packages, weights_file
 from aio_kv.cuda import Device, DevicePath
 
 # Read by the driver when a context is made: as many hardware queues as there are, since tests hold streams back.
@@ -72,6 +73,22 @@ def a_gpu_has_been_used() -> Iterator[None]:
         return
     with device, DevicePath(device):
         yield
+
+
+@pytest.fixture(scope="session")
+def model() -> LanguageModel:
+    """The demo model. Loading it takes longer than all tests with it together. Skips where it is not installed."""
+    try:
+        prepare_packages()
+        weights_file()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    import torch
+
+    # Threads that wait for each other crawl on a machine that is busy with other tests. Also, torch keeps them, and no
+    # test is to be blamed for having left them behind.
+    torch.set_num_threads(1)
+    return LanguageModel.load()
 
 
 @pytest.fixture(autouse=True)

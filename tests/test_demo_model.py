@@ -48,15 +48,6 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="session")
-def model() -> LanguageModel:
-    """The real one. Loading it takes longer than everything else here together."""
-    # Threads that wait for each other crawl on a machine that is busy with other tests. Also, torch keeps them, and no
-    # test is to be blamed for having left them behind.
-    torch.set_num_threads(1)
-    return LanguageModel.load()
-
-
 @pytest.fixture(autouse=True)
 def short_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks at the figures here, so the loop need not be watched for a second."""

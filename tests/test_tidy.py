@@ -19,7 +19,8 @@ C_SIGNATURE = re.compile(r"(?!typedef\b|(?:struct|enum|union)\b[^(]*\{)[A-Za-z_]
 
 PYTHON_FILES = sorted((ROOT / "aio_kv").rglob("*.py"))
 C_FILES = sorted(path for path in (ROOT / "native").rglob("*") if path.suffix in {".c", ".h"})
-TEXT_FILES = [*PYTHON_FILES, *C_FILES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "setup.py"]
+DOCS_FILES = sorted((ROOT / "docs").rglob("*.py"))
+TEXT_FILES = [*PYTHON_FILES, *C_FILES, *DOCS_FILES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "setup.py"]
 
 
 def relative(path: Path) -> str:
@@ -67,7 +68,7 @@ def test_file_is_short_enough_to_read(path: Path) -> None:
     assert lines <= FILE_LINES_MAX, f"{relative(path)} has {lines} lines, {FILE_LINES_MAX} at most"
 
 
-@pytest.mark.parametrize("path", [*PYTHON_FILES, *C_FILES], ids=relative)
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *DOCS_FILES, *C_FILES], ids=relative)
 def test_functions_are_short_enough_to_read(path: Path) -> None:
     functions = c_functions if path.suffix in {".c", ".h"} else python_functions
     long = [f"{name}: {lines}" for name, lines in functions(path.read_text()) if lines > FUNCTION_LINES_MAX]
@@ -81,7 +82,7 @@ def test_name_says_what_is_inside(path: Path) -> None:
     assert not vague, f"{relative(path)}: {vague} says nothing about the content"
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=relative)
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *DOCS_FILES], ids=relative)
 def test_python_file_starts_with_what_it_is(path: Path) -> None:
     source = path.read_text()
     first = next(tokenize.generate_tokens(io.StringIO(source).readline))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aio_kv.errors import UnavailableError
+from aio_kv.layout import GroupLayout
 
 __all__ = ["KeyValue", "LanguageModel", "prepare_packages", "weights_file"]
 
@@ -86,6 +87,40 @@ class LanguageModel:
         tokens: list[int] = self._tokenizer(chat, add_special_tokens=False).input_ids
         return tokens
 
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text as it is, without the marks of a chat."""
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        return tokens
+
+    @property
+    def end_token(self) -> int | None:
+        """The token that ends an answer; None where the vocabulary names none."""
+        token: int | None = self._tokenizer.eos_token_id
+        return token
+
+    def layout(self, *, num_blocks: int, block_size: int) -> GroupLayout:
+        """Return the layout of keys and values of `num_blocks` blocks of `block_size` tokens per layer."""
+        config = self._model.config
+        return GroupLayout(
+            num_layers=config.num_hidden_layers,
+            num_blocks=num_blocks,
+            num_kv_heads=config.num_key_value_heads,
+            block_size=block_size,
+            head_dim=config.hidden_size // config.num_attention_heads,
+            itemsize=self._model.dtype.itemsize,
+        )
+
+    @property
+    def dtype(self) -> Any:
+        """The torch dtype of keys and values."""
+        return self._model.dtype
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens are numbers below this."""
+        size: int = self._model.config.vocab_size
+        return size
+
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return what tokens say, without the marks between turns."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -93,24 +128,32 @@ class LanguageModel:
 
     def prefill(self, tokens: Sequence[int]) -> Any:
         """Read tokens and return the cache of their keys and values."""
+        cache = self.cache_of([])
+        self.read_on(cache, tokens)
+        return cache
+
+    def read_on(self, cache: Any, tokens: Sequence[int]) -> None:
+        """Read tokens on top of a cache, which grows."""
         import torch
 
-        cache = self.cache_of([])
         with torch.no_grad():
             # Without the head on top: the scores of a thousand positions take 200 MB, and nobody looks at them.
             self._model.base_model(*_arguments(tokens, cache), use_cache=True)
-        return cache
+
+    def next_token(self, cache: Any, tokens: Sequence[int]) -> int:
+        """Read tokens on top of a cache, which grows, and return the likeliest one after them."""
+        import torch
+
+        with torch.no_grad():
+            output = self._model(*_arguments(tokens, cache), use_cache=True, logits_to_keep=1)
+        return int(output.logits[0, -1].argmax())
 
     def continue_from(self, cache: Any, token: int, count: int) -> list[int]:
         """Feed `token` on top of the cache and return the `count` likeliest tokens after it. The cache grows."""
-        import torch
-
         generated: list[int] = []
-        with torch.no_grad():
-            for _ in range(count):
-                output = self._model(*_arguments([token], cache), use_cache=True)
-                token = int(output.logits[0, -1].argmax())
-                generated.append(token)
+        for _ in range(count):
+            token = self.next_token(cache, [token])
+            generated.append(token)
         return generated
 
     @staticmethod
