@@ -6,7 +6,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RUN := $(CURDIR)/build/gpu-run
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types sanitize wheel wheel-check docs-check gpu-test gpu-bench gpu-ready venv clean
+.PHONY: help demo test lint format types sanitize wheel wheel-check docs docs-check gpu-test gpu-bench gpu-ready venv clean
 
 help:
 	@echo "make demo        run the demonstration, on generated data and on a small language model"
@@ -15,6 +15,7 @@ help:
 	@echo "make format      let ruff rewrite the Python files"
 	@echo "make types       mypy --strict"
 	@echo "make sanitize    C code under ASan, UBSan and TSan; Python engine tests under ASan"
+	@echo "make docs        the documentation site, in build/docs-site"
 	@echo "make docs-check  run the notebooks in docs/"
 	@echo "make wheel       sdist and abi3 wheel in dist/"
 	@echo "make wheel-check install both with every Python that is here, and run them"
@@ -53,6 +54,11 @@ types:
 sanitize:
 	scripts/sanitize.sh address
 	scripts/sanitize.sh thread
+
+docs:
+	@scripts/setup.sh dev model docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+	@echo "docs: build/docs-site/index.html"
 
 docs-check:
 	@scripts/setup.sh dev model

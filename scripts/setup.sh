@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv ready for the extras named as arguments: scripts/setup.sh [dev] [model] [bench] [metrics] [serve] [cuda12] [cuda13]
+# Makes .venv ready for the extras named as arguments:
+# scripts/setup.sh [dev] [docs] [model] [bench] [metrics] [serve] [cuda12] [cuda13]
 #
 # Installs the system packages that are missing (apt-get, as root or through sudo), creates .venv, installs the project
 # editable, and rebuilds the extension when its sources changed. When nothing changed it does nothing, in well under a
@@ -156,7 +157,10 @@ native_sources() { find native -name '*.[ch]' -not -path 'native/tests/*' -o -na
 remove_extension() { rm -f aio_kv/engine/_akv*.so; } # a stale one would hide a failed or disabled build
 
 for extra in "${extras[@]}"; do
-    case $extra in dev | model | bench | metrics | serve | cuda12 | cuda13) ;; *) die "unknown extra '$extra': known are dev, model, bench, metrics, serve, cuda12, cuda13" ;; esac
+    case $extra in
+        dev | docs | model | bench | metrics | serve | cuda12 | cuda13) ;;
+        *) die "unknown extra '$extra': known are dev, docs, model, bench, metrics, serve, cuda12, cuda13" ;;
+    esac
 done
 prepare_system
 prepare_venv

@@ -1,4 +1,7 @@
-"""Every Python block in the README and in docs/ runs; the blocks of one page run in turn, as one program."""
+"""Every Python block in the README and in docs/ runs; the blocks of one page run in turn, as one program.
+
+Blocks marked `output` are what that program prints, all of it, in order.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r"^```output\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -24,6 +28,8 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
+    if shown := "".join(OUTPUT.findall(page.read_text())):
+        assert result.stdout == shown
 
 
 def test_readme_example_proves_something(tmp_path: Path) -> None:
