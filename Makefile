@@ -6,7 +6,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RUN := $(CURDIR)/build/gpu-run
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types sanitize wheel docs-check gpu-test gpu-bench gpu-ready venv clean
+.PHONY: help demo test lint format types sanitize wheel docs-check notebook gpu-test gpu-bench gpu-ready venv clean
 
 help:
 	@echo "make demo        run the demonstration, on generated data and on a small language model"
@@ -16,6 +16,7 @@ help:
 	@echo "make types       mypy --strict"
 	@echo "make sanitize    C code under ASan, UBSan and TSan; Python engine tests under ASan"
 	@echo "make docs-check  run the notebooks in docs/"
+	@echo "make notebook    run them in full, on this machine's disk, and keep what they show"
 	@echo "make wheel       sdist and abi3 wheel in dist/"
 	@echo "make gpu-test    the suite on a machine with a GPU     (GPU_WHEELS=DIR: from wheels, without network)"
 	@echo "make gpu-bench   the benchmarks, likewise"
@@ -58,6 +59,10 @@ docs-check:
 	@if [ -n "$$(ls docs/*.ipynb 2>/dev/null)" ]; then \
 		$(PYTHON) -m pytest -q -W default --nbmake --nbmake-timeout=300 docs/*.ipynb; \
 	else echo "docs-check: no notebooks in docs/"; fi
+
+notebook:
+	@scripts/setup.sh dev model bench
+	AIO_KV_NOTEBOOK=full timeout 1800 .venv/bin/jupyter execute --inplace --timeout=900 docs/oracle_comparison.ipynb
 
 wheel:
 	@scripts/setup.sh dev
