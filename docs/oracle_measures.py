@@ -41,6 +41,7 @@ __all__ = [
     "Sizes",
     "Speeds",
     "compare_backends",
+    "compare_on_first_gpu",
     "compare_on_gpu",
     "corrupted",
     "generated_content",
@@ -445,17 +446,23 @@ async def _batch_by_batch(oracle: OracleRun, seconds: float) -> None:
         await asyncio.sleep(0)
 
 
-async def compare_on_gpu(content: Content, directory: Path) -> list[Compared]:
-    """The same groups read into device memory, by the oracle and by the best backend; says so where there is no GPU."""
+async def compare_on_first_gpu(content: Content, directory: Path) -> list[Compared]:
+    """What `compare_on_gpu` finds; says so where there is no GPU."""
     try:
         device = Device(0)
     except UnavailableError as error:
-        print(f"no GPU cells: {error}")
+        print(f"no GPU here, so nothing is compared: {error}")
         return []
+    with device:
+        return await compare_on_gpu(content, directory, device)
+
+
+async def compare_on_gpu(content: Content, directory: Path, device: Device) -> list[Compared]:
+    """The same groups read into device memory, by the oracle and by the best backend, and brought back."""
     layout = content.layout
     ids = np.arange(layout.num_groups)
     compared = []
-    with device, LayerFiles(directory / "gpu", layout, create=True) as files:
+    with LayerFiles(directory / "gpu", layout, create=True) as files:
         with PosixBackend(files) as writer:
             writer.write_groups(ids, content.payloads)
         async with open_backend(files, device=device) as kv:
