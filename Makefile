@@ -6,7 +6,8 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RUN := $(CURDIR)/build/gpu-run
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types sanitize wheel wheel-check docs docs-check gpu-test gpu-bench gpu-ready venv clean
+.PHONY: help demo test lint format types sanitize wheel wheel-check docs docs-check notebook gpu-test gpu-bench gpu-ready \
+	venv clean
 
 help:
 	@echo "make demo        run the demonstration, on generated data and on a small language model"
@@ -17,6 +18,7 @@ help:
 	@echo "make sanitize    C code under ASan, UBSan and TSan; Python engine tests under ASan"
 	@echo "make docs        the documentation site, in build/docs-site"
 	@echo "make docs-check  run the notebooks in docs/"
+	@echo "make notebook    run them in full, on this machine's disk, and keep what they show"
 	@echo "make wheel       sdist and abi3 wheel in dist/"
 	@echo "make wheel-check install both with every Python that is here, and run them"
 	@echo "make gpu-test    the suite on a machine with a GPU     (GPU_WHEELS=DIR: from wheels, without network)"
@@ -65,6 +67,10 @@ docs-check:
 	@if [ -n "$$(ls docs/*.ipynb 2>/dev/null)" ]; then \
 		$(PYTHON) -m pytest -q -W default --nbmake --nbmake-timeout=300 docs/*.ipynb; \
 	else echo "docs-check: no notebooks in docs/"; fi
+
+notebook:
+	@scripts/setup.sh dev model bench
+	AIO_KV_NOTEBOOK=full timeout 1800 .venv/bin/jupyter execute --inplace --timeout=900 docs/oracle_comparison.ipynb
 
 # The wheel is built from the sdist, so that what the sdist lacks is noticed. auditwheel finds patchelf on PATH.
 wheel:

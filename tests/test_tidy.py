@@ -20,7 +20,13 @@ C_SIGNATURE = re.compile(r"(?!typedef\b|(?:struct|enum|union)\b[^(]*\{)[A-Za-z_]
 PYTHON_FILES = sorted((ROOT / "aio_kv").rglob("*.py"))
 C_FILES = sorted(path for path in (ROOT / "native").rglob("*") if path.suffix in {".c", ".h"})
 DOCS_FILES = sorted((ROOT / "docs").rglob("*.py"))
-TEXT_FILES = [*PYTHON_FILES, *C_FILES, *DOCS_FILES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "setup.py"]
+TEXT_FILES = [
+    *PYTHON_FILES,
+    *C_FILES,
+    *DOCS_FILES,
+    *sorted((ROOT / "tests").rglob("*.py")),
+    ROOT / "setup.py",
+]
 
 
 def relative(path: Path) -> str:
