@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from aio_kv import (
 )
 from aio_kv.cli.benches.backend_runs import BackendRun
 from aio_kv.cli.benches.fio import FioRun, why_no_fio
-from aio_kv.cli.benches.measure import Sample, cpu_seconds, for_seconds, sample_of
+from aio_kv.cli.benches.measure import Sample, cpu_seconds, for_batches, for_seconds, sample_of
 from aio_kv.cli.benches.workload import Shape, Workload, fill, layout_of, shape_of
 from aio_kv.cli.heartbeat import heartbeat
 from aio_kv.cuda import Device, DeviceBuffer
@@ -108,11 +109,13 @@ def model_content() -> Content:
     except UnavailableError as error:
         print(f"{error}; random bytes instead")
         return generated_content()
-    import torch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tqdm wants widgets for a bar that is switched off
+        import torch
 
-    from aio_kv.cli.demo_model import text
+        from aio_kv.cli.demo_model import text
 
-    model = LanguageModel.load()
+        model = LanguageModel.load()
     tokens = model.tokens_of(text())
     layout = model.layout(num_blocks=len(tokens) // 16, block_size=16)
     layers = model.layers_of(model.prefill(tokens[: layout.num_blocks * 16]))
@@ -416,7 +419,7 @@ async def measure_lags(sizes: Sizes, directory: Path, block: int = 64 << 10) -> 
         workload = Workload(layout)
         async with AsyncExitStack() as stack:
             oracle = OracleRun(stack.enter_context(PosixBackend(files)), workload)
-            ways: dict[str, Callable[[], Awaitable[object]]] = {"idle loop": lambda: asyncio.sleep(seconds)}
+            ways: dict[str, Callable[[], Awaitable[Sample | None]]] = {"idle loop": lambda: _sleep(seconds)}
             ways["PosixBackend, on the loop"] = lambda: _batch_by_batch(oracle, seconds)
             ways["PosixBackend, in a thread"] = lambda: asyncio.to_thread(
                 oracle.drive_blocking, for_seconds(seconds)
@@ -432,18 +435,25 @@ async def measure_lags(sizes: Sizes, directory: Path, block: int = 64 << 10) -> 
             ways["CascadeBackend"] = lambda: cascade.drive(seconds)
             for name, way in ways.items():
                 async with heartbeat() as lags:
-                    await way()
+                    sample = await way()
+                assert sample is None or sample.requests, f"{name} has read nothing"
                 found[name] = np.array(lags) * 1e3
     _remove(directory / "lags")
     return found
 
 
-async def _batch_by_batch(oracle: OracleRun, seconds: float) -> None:
-    """The oracle where it should not be called: the loop gets a turn after each batch only."""
+async def _batch_by_batch(oracle: OracleRun, seconds: float) -> Sample:
+    """The oracle where it should not be called: the loop gets a turn after each batch only. Gives the last batch."""
     goes_on = for_seconds(seconds)
-    while goes_on():
-        await oracle.drive(0)
+    while True:
+        sample = oracle.drive_blocking(for_batches(1))
         await asyncio.sleep(0)
+        if not goes_on():
+            return sample
+
+
+async def _sleep(seconds: float) -> None:
+    await asyncio.sleep(seconds)
 
 
 async def compare_on_first_gpu(content: Content, directory: Path) -> list[Compared]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,19 @@ async def test_speeds_and_lags_are_measured_and_the_files_removed(tmp_path: Path
     assert {"idle loop", "CascadeBackend"} <= lags.keys()
     assert all(len(values) > 0 for values in lags.values())
     assert not list(tmp_path.iterdir())
+
+
+def test_the_notebook_that_is_kept_was_run_in_full() -> None:
+    notebook = json.loads(
+        (Path(__file__).resolve().parent.parent / "docs/oracle_comparison.ipynb").read_text()
+    )
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in cells)
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    assert len([output for output in outputs if "image/png" in output.get("data", {})]) >= 7
+    assert "has_model=True" in str(outputs)
 
 
 def test_an_unknown_size_is_refused() -> None:

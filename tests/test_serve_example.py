@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ from loops import on_one_loop
 
 try:
     import httpx
-    import torch  # noqa: F401
+    import torch
     import transformers  # noqa: F401
     import uvicorn
 except ImportError as error:
     pytest.skip(f"{error}: pip install 'aio-kv[model,serve]'", allow_module_level=True)
 
-from completions import passes_of
+from completions import Completer, passes_of
 from load import ask, connected
+from prefix_cache import PrefixCache
+from sequence_slabs import SlabPool
 from server import Settings, application
 
 from aio_kv.cli.language_model import LanguageModel
@@ -154,6 +156,36 @@ async def test_blocks_that_cannot_be_read_are_computed(model: LanguageModel, tmp
         answer = await ask(client, PREFIX, 4)
     assert answer.restored_tokens == 0
     assert answer.tokens == expected.tokens
+
+
+@on_one_loop
+async def test_with_whole_passes_every_value_is_the_same_to_the_last_bit(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    layout = model.layout(num_blocks=32, block_size=16)
+    pool = SlabPool(layout, count=1, capacity=512, dtype=model.dtype)
+    values = torch.frombuffer(pool.memory, dtype=torch.uint8)
+    begin = model.tokens_of(PREFIX * 2)[:260]
+    first, second = [*begin, *range(300, 340)], [*begin, *range(400, 420)]
+    opening = PrefixCache.open(
+        tmp_path, layout, memory=pool.memory, namespace="test", ram_bytes=64 << 20, grain=256
+    )
+
+    async def values_after(completer: Completer, *, use_cache: bool) -> Any:
+        values.zero_()
+        async with aclosing(completer.complete(second, 2, use_cache=use_cache)) as pieces:
+            tokens = [piece.token async for piece in pieces]
+        return tokens, values.clone()
+
+    async with opening as cache:
+        completer = Completer(model, pool, cache)
+        tokens, computed = await values_after(completer, use_cache=False)
+        async with aclosing(completer.complete(first, 1)) as pieces:
+            assert len([piece async for piece in pieces]) == 1
+        again, restored = await values_after(completer, use_cache=True)
+        assert cache.hit == 256
+    assert again == tokens
+    assert torch.equal(restored, computed)
 
 
 @on_one_loop

@@ -9,17 +9,19 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import httpx
+
+from aio_kv.cli.workspace import workspace
 
 __all__ = ["Answer", "ask", "main"]
 
@@ -147,16 +149,21 @@ def medians_of(answers: list[Answer]) -> dict[str, float]:
 
 async def measure(load: Load, directory: Path, port: int, seconds: float, rounds: int) -> dict[str, Any]:
     """The whole comparison, on a server that is started twice."""
+    say = partial(print, file=sys.stderr, flush=True)
     async with started(directory, port) as client:
+        say(f"{rounds} prompts, computed")
         computed = await load.answers(client, kv_cache=False)
+        say("the same, kept, then restored from memory")
         await load.answers(client, kv_cache=True)  # the first of these computes and saves
         from_ram = await load.answers(client, kv_cache=True)
         lags: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         for number in range(rounds):
+            say(f"loop lag, round {number + 1} of {rounds}")
             for kv_cache in (False, True) if number % 2 else (True, False):
                 lags[kv_cache].append(await load.lag(client, seconds, kv_cache=kv_cache))
         before = (await client.get("/statistics")).json()
     async with started(directory, port) as client:  # memory is empty now, and what is read is not brought up
+        say("the same prompts after a restart, restored from disk")
         from_disk = await load.answers(client, kv_cache=True)
         after = (await client.get("/statistics")).json()
     expected = [answer.tokens for answer in computed]
@@ -212,7 +219,7 @@ def main() -> None:
     add = parser.add_argument
     add("--url", help="a server that runs; without it one is started, and restarted")
     add("--port", type=int, default=8765, help="port of the server that is started (%(default)s)")
-    add("--dir", type=Path, default=Path(), help="where that server's files go, for the time (%(default)s)")
+    add("--dir", type=Path, help="where that server's files go for the time; default: a disk found here")
     add("--rounds", type=int, default=5, help="figures are medians of so many (%(default)s)")
     add("--tokens", type=int, default=8, help="tokens of each answer (%(default)s)")
     add("--characters", type=int, default=4800, help="length of the common prefix (%(default)s)")
@@ -224,8 +231,8 @@ def main() -> None:
     if options.url:
         found = asyncio.run(drive(load, options.url))
     else:
-        with tempfile.TemporaryDirectory(prefix="aio-kv-demo-", dir=options.dir) as directory:
-            found = asyncio.run(measure(load, Path(directory), options.port, options.seconds, options.rounds))
+        with workspace(options.dir) as directory:
+            found = asyncio.run(measure(load, directory, options.port, options.seconds, options.rounds))
     if options.json:
         print(json.dumps(found))
     else:
