@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_command import Ran
+from experts_command import Run, run
 from moe_models import MODELS, all_experts
 
-from aio_kv.cli import experts_verify, main
+from aio_kv.cli import experts_verify
 from aio_kv.cli.benches.page_cache import resident_nbytes
 from aio_kv.cli.expert_models import write_expert_model
 from aio_kv.experts import DirectSegment, ExpertMap, PosixExpertReader
 
 pytest.importorskip("gguf")
 
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process, as the console script does."""
-
-    def run_command(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["aio-kv", "experts", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        capfd.readouterr()
-        status = 0
-        try:
-            main()
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        caught = capfd.readouterr()
-        return Ran(status, caught.out, caught.err)
-
-    return run_command
+__all__ = ["run"]  # a fixture
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -16,9 +16,10 @@ import numpy as np
 from aio_kv.cascade.call import Call
 from aio_kv.cascade.errand import Child
 from aio_kv.engine import Kind
-from aio_kv.errors import AioKvError, DeadlineError, TransferError, storage_error
+from aio_kv.errors import AioKvError, TransferError, storage_error
 from aio_kv.integers import Int64Array
 from aio_kv.transfer import Outcome, TransferReport
+from aio_kv.transfer.report import summary_of
 
 if TYPE_CHECKING:
     from aio_kv.cascade.conductor import Conductor
@@ -216,27 +217,13 @@ class CascadeTransfer:
         report = TransferReport(self.outcomes, prefix, nbytes, tuple(self._errors))
         if failed:
             first = self._errors[0] if self._errors else cancelled_error(self.action)
-            self._error = self._summary(report, first, failed)
+            self._error = summary_of(report, first, failed, action=self.action)
         return report
 
     @property
     def action(self) -> str:
         """What it does, in a word."""
         return "write" if self.is_write else "read"
-
-    def _summary(self, report: TransferReport, first: AioKvError, failed: int) -> TransferError:
-        number = errno.ETIME if isinstance(first, DeadlineError) else getattr(first, "errno", None)
-        error = TransferError(
-            f"{self.action} of {failed} of {self.request_count} requests",
-            report=report,
-            errno=number or errno.EIO,
-            file=getattr(first, "file", None),
-            file_offset=getattr(first, "file_offset", None),
-            nbytes=getattr(first, "nbytes", None),
-            hint=getattr(first, "hint", None) or str(first),
-        )
-        error.__cause__ = first
-        return error
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "held" if self.blockers else "in flight"

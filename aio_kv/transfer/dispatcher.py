@@ -29,7 +29,7 @@ __all__ = ["Dispatcher", "DispatcherStatistics", "OpDescription", "overlaps"]
 
 _log = logging.getLogger("aio_kv")
 _ORDERED = (Kind.READ, Kind.WRITE, Kind.SYNC)  # loads and saves touch no file
-_SPIN_NBYTES_MAX = {Kind.READ: 16 << 10, Kind.LOAD: 512 << 10}  # some 10 us of a disk and of a bus
+_SPIN_NBYTES_MAX = {Kind.READ: 16 << 10, Kind.LOAD: 512 << 10}  # where a short look can pay
 _CHUNK_OPS = 4096  # ops per batch: long enough to cost nothing, short enough to spread over rings
 
 

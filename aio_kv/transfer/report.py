@@ -11,9 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aio_kv.engine import CUDA_ERROR
-from aio_kv.errors import AioKvError, DeadlineError, DeviceError, ShortReadError, storage_error
+from aio_kv.errors import (
+    AioKvError,
+    DeadlineError,
+    DeviceError,
+    ShortReadError,
+    TransferError,
+    storage_error,
+)
 
-__all__ = ["Outcome", "TransferReport", "error_of"]
+__all__ = ["Outcome", "TransferReport", "error_of", "summary_of"]
 
 
 class Outcome(IntEnum):
@@ -70,3 +77,19 @@ def error_of(code: int, *, action: str, file: str, file_offset: int, nbytes: int
     if code == -errno.ENODATA:
         return ShortReadError(action, arrived=arrived, file=file, file_offset=file_offset, nbytes=nbytes)
     return storage_error(code, action=action, file=file, file_offset=file_offset, nbytes=nbytes)
+
+
+def summary_of(report: TransferReport, first: AioKvError, failed: int, *, action: str) -> TransferError:
+    """The error of a transfer in which `failed` requests failed; where and why are those of `first`, its cause."""
+    number = errno.ETIME if isinstance(first, DeadlineError) else getattr(first, "errno", None)
+    error = TransferError(
+        f"{action} of {failed} of {len(report.outcomes)} requests",
+        report=report,
+        errno=number or errno.EIO,
+        file=getattr(first, "file", None),
+        file_offset=getattr(first, "file_offset", None),
+        nbytes=getattr(first, "nbytes", None),
+        hint=getattr(first, "hint", None) or str(first),
+    )
+    error.__cause__ = first
+    return error

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aio_kv.engine import Kind, Order, Ticket
-from aio_kv.errors import AioKvError, DeadlineError, TransferError
+from aio_kv.errors import AioKvError, TransferError
 from aio_kv.integers import Int64Array
 from aio_kv.plan import RESULT_DTYPE, Plan
-from aio_kv.transfer.report import Outcome, TransferReport, error_of, outcomes_of
+from aio_kv.transfer.report import Outcome, TransferReport, error_of, outcomes_of, summary_of
 
 if TYPE_CHECKING:
     from aio_kv.transfer.dispatcher import Dispatcher
@@ -263,7 +263,7 @@ class Transfer:
         )
         report = TransferReport(outcomes, prefix, int(is_done.sum()) * self.payload_nbytes, errors)
         if errors:
-            self._error = self._summary(report, errors[0], len(failed))
+            self._error = summary_of(report, errors[0], len(failed), action=_ACTIONS[self.kind])
         return report
 
     def _request_codes(self) -> tuple[NDArray[Any], Int64Array]:
@@ -287,20 +287,6 @@ class Transfer:
             nbytes=op.nbytes,
             arrived=arrived,
         )
-
-    def _summary(self, report: TransferReport, first: AioKvError, failed: int) -> TransferError:
-        number = errno.ETIME if isinstance(first, DeadlineError) else getattr(first, "errno", None)
-        error = TransferError(
-            f"{_ACTIONS[self.kind]} of {failed} of {self.request_count} requests",
-            report=report,
-            errno=number or errno.EIO,
-            file=getattr(first, "file", None),
-            file_offset=getattr(first, "file_offset", None),
-            nbytes=getattr(first, "nbytes", None),
-            hint=getattr(first, "hint", None) or str(first),
-        )
-        error.__cause__ = first
-        return error
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "held" if self.is_held else "in flight"
