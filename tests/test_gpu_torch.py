@@ -24,21 +24,21 @@ COUNT = 16
 NBYTES = LAYOUT.payload_nbytes
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def torch() -> Any:
-    """torch with the GPU that the tests use."""
+    """torch with the GPU that the tests use, which it has opened: the descriptors are its own, and it keeps them."""
     if not has_real_gpu():
         pytest.skip("needs a GPU")
     found = pytest.importorskip("torch", reason="torch is not installed")
     if not found.cuda.is_available():
         pytest.skip("this torch is built without CUDA")
+    found.zeros(1, device="cuda:0")
     return found
 
 
 @pytest.fixture
 def device(torch: Any) -> Iterator[Device]:
     """The GPU, whose context torch shares."""
-    torch.zeros(1, device="cuda:0")
     with Device(0) as opened:
         yield opened
 
