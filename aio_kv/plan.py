@@ -30,10 +30,10 @@ __all__ = [
     "IoLimits",
     "Placement",
     "Plan",
+    "new_record",
     "plan_groups",
-    "plan_one",
+    "plan_of_record",
     "plan_pinned",
-    "plan_pinned_copies",
 ]
 
 # The memory of these is what the native engine reads (akv_op, akv_copy, akv_result in native/akv.cdef.h).
@@ -51,8 +51,9 @@ OP_DTYPE: Final = np.dtype(
 )
 COPY_DTYPE: Final = np.dtype([("address", "=u8"), ("op_offset", "=u4"), ("nbytes", "=u4")])
 RESULT_DTYPE: Final = np.dtype([("code", "=i4"), ("nbytes", "=u4")])
+PINNED_COPIES_MAX: Final = 1024  # in one op of a load or save (AKV_PINNED_COPIES)
+_OP_AND_RESULT: Final = OP_DTYPE.itemsize + RESULT_DTYPE.itemsize
 _PACK_OP: Final = struct.Struct("=QQIIIIII").pack
-_PACK_COPY: Final = struct.Struct("=QII").pack
 
 # From here on a scattered run is worth one op per piece: it can use a registered buffer, a vectored op cannot.
 _VECTORED_STRIDE_MAX: Final = 64 << 10
@@ -68,7 +69,7 @@ class Placement(IntEnum):
 
 
 # As plain integers: NumPy takes its time with enumerations.
-_DIRECT, _STAGED, _VECTORED, _PINNED = (int(placement) for placement in Placement)
+_DIRECT, _STAGED, _VECTORED, _ = (int(placement) for placement in Placement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,9 @@ class Plan(NamedTuple):
     `ops_per_request` is one number for all requests, or one for each.
     """
 
-    ops: NDArray[Any] | bytes
+    ops: NDArray[Any] | bytes | memoryview
     op_count: int
-    copies: NDArray[Any] | bytes | bytearray | None
+    copies: NDArray[Any] | memoryview | None
     copy_count: int
     op_of_request: Int64Array | None
     ops_per_request: int | Int64Array
@@ -112,24 +113,19 @@ EMPTY_PLAN: Final = Plan(np.empty(0, OP_DTYPE), 0, None, 0, np.empty(0, np.int64
 _plan_of = Plan._make  # cheaper than naming the fields
 
 
-def plan_one(
-    layout: GroupLayout,
-    group_id: int,
-    address: int,
-    limits: IoLimits,
-    *,
-    is_write: bool,
-    is_device: bool = False,
-) -> Plan:
-    """Plan one group no larger than an op: the same result as `plan_groups`, in plain integers (a few microseconds)."""
-    layer, index = divmod(group_id, layout.groups_per_layer)
-    payload, stride = layout.payload_nbytes, layout.stride
-    nbytes = stride if is_write else -(-payload // limits.offset_alignment) * limits.offset_alignment
-    if nbytes == payload and not is_device and address % limits.memory_alignment == 0:
-        op = _PACK_OP(index * stride, address, nbytes, layer, 0, 0, 0, 0)
-        return _plan_of((op, 1, None, 0, None, 1, None))
-    op = _PACK_OP(index * stride, 0, nbytes, layer, 0, 1, 1, 0)
-    return _plan_of((op, 1, _PACK_COPY(address, 0, payload), 1, None, 1, None))
+def new_record(copy_count: int) -> bytearray:
+    """Memory for a batch that the engine records itself: its ops, their results, `copy_count` copies."""
+    op_count = -(-copy_count // PINNED_COPIES_MAX)
+    return bytearray(op_count * _OP_AND_RESULT + copy_count * COPY_DTYPE.itemsize)
+
+
+def plan_of_record(record: bytearray, copy_count: int) -> tuple[Plan, memoryview]:
+    """What the engine has recorded, one request for each copy, as a plan and its results."""
+    op_count, view = -(-copy_count // PINNED_COPIES_MAX), memoryview(record)
+    results, copies = op_count * OP_DTYPE.itemsize, op_count * _OP_AND_RESULT
+    op_of_request = np.arange(copy_count) // PINNED_COPIES_MAX if op_count > 1 else None
+    plan = _plan_of((view[:results], op_count, view[copies:], copy_count, op_of_request, 1, None))
+    return plan, view[results:copies]
 
 
 def plan_groups(
@@ -202,7 +198,6 @@ def _groups_apart(
     return Plan(ops, len(ops), None, 0, None, 1, order)
 
 
-PINNED_COPIES_MAX: Final = 1024  # in one op of a load or save
 _WINDOW_BITS = 31  # an op reaches over 2 GiB of pinned memory: its copies have 32-bit offsets
 
 
@@ -236,12 +231,6 @@ def plan_pinned(
     return Plan(
         ops, len(ops), copies, len(copies), _Requests(order, addresses, None).in_call_order(op_of_piece), 1
     )
-
-
-def plan_pinned_copies(region: tuple[int, int], copies: NDArray[Any] | bytes | bytearray, count: int) -> Plan:
-    """Plan copies that are listed already, as one op: at most PINNED_COPIES_MAX, in a region of at most 2 GiB."""
-    op = _PACK_OP(0, region[0], region[1], 0, 0, count, _PINNED, 0)
-    return _plan_of((op, 1, copies, count, None, 1, None))
 
 
 def _pinned_copies(op_offsets: Int64Array, addresses: Int64Array, piece_nbytes: int) -> NDArray[Any]:

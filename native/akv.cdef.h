@@ -27,7 +27,8 @@ enum { AKV_NO_FIXED = 1, AKV_NO_DEFER = 2, AKV_SCHED_BATCH = 4, AKV_NO_COOP = 8 
  *             write does not cover with copies is written as zeros.
  *   vectored: `copies`, in order and without gaps, are the memory of one scattered read or gathered write.
  *   pinned:   for AKV_LOAD and AKV_SAVE, which have no file: `address` lies in a region that is pinned, and `copies` move
- *             the pieces between its `nbytes` bytes and device memory.
+ *             the pieces between its `nbytes` and device memory. `nbytes` and each op_offset count units of `file_offset`
+ *             bytes (0: of one byte), so that a region may be larger than 4 GiB.
  * `nbytes_owed`: of a direct or staged read that is rounded up for direct I/O, how many of its first bytes have to come; what
  * is behind them may be past the end of the file, and no copy reaches there. 0: all of them. */
 typedef struct {
@@ -46,6 +47,8 @@ typedef struct {
     uint32_t op_offset;
     uint32_t nbytes;
 } akv_copy;
+
+enum { AKV_PINNED_COPIES = 1024 }; /* copies of one op in what akv_engine_copy_pinned records */
 
 enum { AKV_CUDA_ERROR = 10000 };
 
@@ -230,16 +233,33 @@ int64_t akv_engine_watch(akv_engine *engine, uint32_t ring, void *event);
 /* `device_address`: where the device sees memory that the caller has pinned; 0 if it has not. */
 int64_t akv_engine_region(akv_engine *engine, uint32_t ring, uint32_t kind, uint64_t address, uint64_t nbytes,
                           uint64_t device_address);
+/* A batch for this ring will be submitted within microseconds: its thread wakes up now, while the caller prepares it. A
+ * hint, which costs a moment of spinning if none comes. */
+int akv_engine_rouse(akv_engine *engine, uint32_t ring);
 int akv_engine_drain(akv_engine *engine, akv_completion *out, uint32_t max);
 /* Spins until something can be drained (1) or `microseconds` have passed (0). After a 1 the caller has to drain: the
  * descriptor may not have been told. */
 int akv_engine_poll(akv_engine *engine, uint32_t microseconds);
+/* The smallest transfers, checked, recorded and submitted in one step: the ticket, or a negative errno as
+ * akv_engine_submit has it. `record` is the caller's, and the engine's until the ticket has been drained: an akv_op, an
+ * akv_result, then the akv_copy entries. read_one needs one of each; copy_pinned `count` copies, and ops and results for
+ * every 1024 of them.
+ *   read_one:    `nbytes` of a file for `into_nbytes` of memory, directly where sizes and alignment let it
+ *   copy_pinned: a load or save, fenced by `event` recorded on `stream` (no fence: event 0). In a region of more than 2 GiB
+ *                `offsets` must be whole pages;
+ *                arguments otherwise those of akv_pinned_copies. -EDOM: something is wrong, ask step by step. */
+int64_t akv_engine_read_one(akv_engine *engine, uint32_t ring, uint32_t priority, uint32_t file, uint64_t file_offset,
+                            uint32_t nbytes, void *into, uint32_t into_nbytes, void *record, size_t record_nbytes);
+int64_t akv_engine_copy_pinned(akv_engine *engine, uint32_t ring, uint32_t kind, uint32_t priority, int32_t ordinal,
+                               uint64_t region, uint64_t region_nbytes, const int64_t *offsets, uint64_t device,
+                               uint64_t device_nbytes, const int64_t *places, uint32_t count, uint32_t nbytes,
+                               uint64_t stream, uint64_t event, void *record, size_t record_nbytes);
 /* For a submitting call with device memory, in its own thread. Each answers 1 when all is well; on a 0 the caller asks the
  * driver itself what is wrong. */
 int akv_engine_is_device_memory(akv_engine *engine, uint64_t address, uint64_t nbytes, int32_t ordinal);
 int akv_engine_fence(akv_engine *engine, void *stream, void *event);
 int akv_pinned_copies(akv_copy *copies, uint32_t count, const int64_t *offsets, uint64_t region_nbytes, uint64_t device,
-                      uint64_t device_nbytes, const int64_t *places, uint32_t nbytes);
+                      uint64_t device_nbytes, const int64_t *places, uint32_t nbytes, uint32_t unit);
 void akv_host_function(void *eventfd);
 int akv_engine_cancel(akv_engine *engine, int64_t ticket);
 int akv_engine_stop(akv_engine *engine);

@@ -47,6 +47,28 @@ async def test_save_and_load(gpu: Gpu, tmp_path: Path, rung: str, count: int) ->
 
 
 @on_asyncio
+async def test_a_region_may_be_larger_than_32_bits_reach(gpu: Gpu, tmp_path: Path) -> None:
+    if gpu.is_fake:
+        pytest.skip("takes 5 GiB of pinned memory, which a machine with a GPU has")
+    nbytes, count, stream = 5 << 30, 3000, gpu.stream()
+    memory, into = allocate_host(nbytes), gpu.buffer(count * 4096, OLD)
+    host, rows = np.frombuffer(memory, np.uint8), random_rows(LAYOUT, count)
+    pages = np.random.default_rng(0).permutation(nbytes // 4096)[:count]
+    host.reshape(-1, 4096)[pages] = rows
+    with filled(tmp_path) as files:
+        async with (
+            backend_on("uring", files, gpu.device) as kv,
+            await kv.register_landing_region(memory) as region,
+        ):
+            for shift in (0, 0, 8):  # the long way, in whole pages, and not
+                await kv.load(region, np.minimum(pages * 4096 + shift, nbytes - 4096), into, stream=stream)
+                whole = host[shift : nbytes - 4096 + shift].reshape(-1, 4096)
+                inside = pages < len(whole)
+                got = gpu.download(into).reshape(count, 4096)
+                assert np.array_equal(got[inside], whole[pages[inside]])
+
+
+@on_asyncio
 async def test_a_load_waits_for_its_fence_and_keeps_the_region(gpu: Gpu, tmp_path: Path) -> None:
     stream, into, seen = gpu.stream(), gpu.buffer(8 * 4096, OLD), gpu.buffer(8 * 4096)
     memory = allocate_host(REGION)
@@ -116,7 +138,8 @@ async def test_a_fault_keeps_the_region_s_memory(gpu: Gpu, tmp_path: Path, code:
         async with backend_on("uring", files, gpu.device) as kv:
             region = await kv.register_landing_region(memory)
             fake.fail("cuEventQuery", result=code)
-            with pytest.raises(TransferError, match=f"CUDA error {code}"):
+            where = rf"landing region at {region.address:#x}, {REGION} bytes: CUDA error {code}"
+            with pytest.raises(TransferError, match=where):
                 await kv.load(region, [0], into)
             fake.clear_log()
             with anyio.fail_after(5):

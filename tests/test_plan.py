@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio_kv import GroupLayout, KvKind, LayoutError
-from aio_kv.plan import COPY_DTYPE, OP_DTYPE, IoLimits, Placement, Plan, plan_groups, plan_one
+from aio_kv.plan import COPY_DTYPE, OP_DTYPE, IoLimits, Placement, Plan, plan_groups
 
 BASE = 1 << 30  # where the made-up memory begins
 KINDS = [(KvKind.K, KvKind.V), (KvKind.LATENT,), (KvKind.V,)]
@@ -222,23 +222,6 @@ def test_device_memory_is_never_read_by_the_disk(case: Case) -> None:
     assert set(np.frombuffer(plan.ops, OP_DTYPE)["placement"]) == {Placement.STAGED}
     machine.carry_out(plan, is_write=False)
     assert (machine.memory == expected).all()
-
-
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(cases(twins=False), st.booleans(), st.booleans())
-def test_the_short_way_for_one_group_is_the_same(case: Case, is_write: bool, is_device: bool) -> None:
-    layout, group, address = case.layout, int(case.ids[0]), int(case.addresses[0])
-    if layout.stride > case.limits.op_nbytes_max:
-        return
-    short = plan_one(layout, group, address, case.limits, is_write=is_write, is_device=is_device)
-    long = plan_groups(
-        layout, case.ids[:1], case.addresses[:1], case.limits, is_write=is_write, is_device=is_device
-    )
-    assert np.frombuffer(short.ops, OP_DTYPE).tolist() == np.frombuffer(long.ops, OP_DTYPE).tolist()
-    copies = [] if short.copies is None else np.frombuffer(short.copies, COPY_DTYPE).tolist()
-    assert copies == ([] if long.copies is None else np.frombuffer(long.copies, COPY_DTYPE).tolist())
-    assert (short.op_count, short.copy_count, short.ops_per_request) == (1, len(copies), 1)
 
 
 @pytest.mark.slow

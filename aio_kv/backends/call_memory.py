@@ -8,17 +8,15 @@ import numpy as np
 
 from aio_kv.backends.device_side import DeviceSide
 from aio_kv.backends.session import Session
-from aio_kv.engine import Engine, Kind
+from aio_kv.engine import Kind
 from aio_kv.errors import LayoutError, UnavailableError
 from aio_kv.integers import Int64Array, check_integers
 from aio_kv.memory import DeviceMemory, HostMemory, host_address, is_device_memory
-from aio_kv.plan import EMPTY_PLAN, PINNED_COPIES_MAX, Plan, plan_pinned, plan_pinned_copies
+from aio_kv.plan import EMPTY_PLAN, Plan, plan_pinned
 from aio_kv.protocols import Scatter
 from aio_kv.transfer import LandingRegion
 
 __all__ = ["HOST_TYPES", "addresses_of", "memory_of", "pinned_plan", "role_of"]
-
-_INT64 = np.dtype(np.int64)
 
 # Host memory by type: these need not be asked whether they lie on a GPU.
 HOST_TYPES = frozenset((memoryview, bytearray, bytes, np.ndarray))
@@ -71,40 +69,15 @@ def pinned_plan(
     session: Session, kind: Kind, region: LandingRegion, offsets: Any, place: Any, stream: Any
 ) -> tuple[DeviceMemory, Plan, int]:
     """The device memory of a load or save, its plan, and the number of its copies."""
-    payload, engine = session.plan.layout.payload_nbytes, session.opened.engine
-    is_scatter = place.__class__ is Scatter
-    memory = memory_of(session.device, place.memory if is_scatter else place, kind, stream)
+    payload = session.plan.layout.payload_nbytes
+    memory = memory_of(session.device, place.memory if isinstance(place, Scatter) else place, kind, stream)
     if not isinstance(memory, DeviceMemory):
         raise LayoutError("host memory is copied by the caller: load and save are for device memory")
-    places = place.offsets if is_scatter else None
-    if (
-        _is_small_array(offsets)
-        and (places is None or len(places) == len(offsets))
-        and isinstance(engine, Engine)
-    ):
-        # The usual restore. Whatever does not fit is found by the questions below, which say what it is.
-        copies = engine.pinned_copies(offsets, region.nbytes, memory, places, payload)
-        if copies is not None:
-            return (
-                memory,
-                plan_pinned_copies((region.address, region.nbytes), copies, len(offsets)),
-                len(offsets),
-            )
     starts = check_integers(offsets, what="offsets", limit=max(1, region.nbytes - payload + 1))
     addresses = _addresses_in(memory, kind, place, len(starts), payload)
     if len(starts) == 0:
         return memory, EMPTY_PLAN, 0
     return memory, plan_pinned((region.address, region.nbytes), starts, addresses, payload), len(starts)
-
-
-def _is_small_array(offsets: Any) -> bool:
-    return (
-        offsets.__class__ is np.ndarray
-        and offsets.dtype is _INT64
-        and offsets.ndim == 1
-        and 0 < offsets.size <= PINNED_COPIES_MAX
-        and offsets.flags.carray
-    )
 
 
 def _checked_offsets(

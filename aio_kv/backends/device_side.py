@@ -30,6 +30,11 @@ class OrderedStream:
         self._fence = fence
 
     @property
+    def fence(self) -> tuple[int, int]:
+        """The handles of the stream and of the event."""
+        return self._stream.handle, self._fence.handle
+
+    @property
     def order(self) -> Order:
         """What the engine is told."""
         # 0 and 1 are both the legacy stream; key 0 belongs to transfers without a stream.
@@ -77,6 +82,11 @@ class DeviceSide:
     def pin(self, memory: HostMemory) -> PinnedBuffer:
         """Register host memory with CUDA; blocking."""
         return PinnedBuffer(raw_view(memory.address, memory.nbytes), self.device)
+
+    def begin_fence(self, stream: Any) -> OrderedStream | None:
+        """The stream and an event that the engine is to record on it. None for None, and for a stream seen first."""
+        known = None if stream is None else self._known_streams.get(handle_of(stream))
+        return None if known is None else OrderedStream(known, stream, self.device.events.lend())
 
     def ordered(self, stream: Any) -> OrderedStream | None:
         """The caller's stream for one transfer; None for None: no fence, the caller vouches for the order."""

@@ -12,21 +12,22 @@ from typing import Any, Self
 
 import numpy as np
 
-from aio_kv.backends.call_memory import HOST_TYPES, addresses_of, memory_of, pinned_plan, role_of
+from aio_kv.backends.call_memory import addresses_of, memory_of, pinned_plan, role_of
 from aio_kv.backends.device_side import DeviceSide
 from aio_kv.backends.rungs import Refusal
 from aio_kv.backends.session import PathLike, Session, SessionPlan, check_options
+from aio_kv.backends.short_way import copy_pinned, read_one
 from aio_kv.backends.statistics import Statistics
 from aio_kv.cuda import Device
-from aio_kv.engine import Batch, Engine, EngineStatistics, Kind
+from aio_kv.engine import Engine, EngineStatistics, Kind
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import ClosedError, LayoutError, UnavailableError
 from aio_kv.files import LayerFiles
 from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout
 from aio_kv.memory import DeviceMemory, HostMemory, host_address
-from aio_kv.plan import EMPTY_PLAN, Plan, plan_groups, plan_one
-from aio_kv.protocols import Priority, Read, Scatter, Write, check_count, check_priority, limited
+from aio_kv.plan import EMPTY_PLAN, Plan, plan_groups
+from aio_kv.protocols import Priority, Read, Write, check_count, check_priority, limited
 from aio_kv.transfer import LandingRegion, LoopBinding, Transfer, current_binding
 from aio_kv.transfer.dispatcher import DispatcherStatistics
 
@@ -161,10 +162,11 @@ class EngineBackend:
             and len(requests) == 1
             and requests[0].__class__ is Read
             and deadline is None
+            and stream is None
         ):
             request = requests[0]
             group_id = self._layout.group_id(request.key)
-            transfer = self._read_one(group_id, request.into, stream, priority)
+            transfer = self._read_one(group_id, request.into, priority)
             if transfer is not None:
                 return transfer
         return self._requests(Kind.READ, requests, stream, deadline, priority)
@@ -198,8 +200,8 @@ class EngineBackend:
         A group named twice is read once and copied twice. See `read`.
         """
         is_one = group_ids.__class__ is list and len(group_ids) == 1 and group_ids[0].__class__ is int
-        if is_one and deadline is None and into.__class__ is not Scatter:
-            transfer = self._read_one(group_ids[0], into, stream, priority)
+        if is_one and deadline is None and stream is None:
+            transfer = self._read_one(group_ids[0], into, priority)
             if transfer is not None:
                 return transfer
         return self._groups(Kind.READ, group_ids, into, stream, deadline, priority)
@@ -290,42 +292,12 @@ class EngineBackend:
         array = np.array(ids, dtype=np.int64)
         return self._start(session, kind, array, addresses, memories, deadline, priority, stream, is_device)
 
-    def _read_one(self, group_id: int, place: Any, stream: Any, priority: Priority) -> Transfer | None:
-        """The short way for one group, which is what latency is measured by; None where the long way must look.
-
-        The I/O is handed over as soon as it is known what it is: everything else is prepared while the device works.
-        """
-        session, layout = self._session, self._layout
+    def _read_one(self, group_id: int, place: Any, priority: Priority) -> Transfer | None:
+        session = self._session
         if session is None or not session.binding.is_current():
             return None
-        dispatcher, payload = session.dispatcher, layout.payload_nbytes
-        if (
-            not 0 <= group_id < layout.num_groups
-            or layout.stride > session.limits.op_nbytes_max
-            or priority.__class__ is not Priority
-            or not dispatcher.is_free(Kind.READ, priority)
-        ):
-            return None
-        memory: HostMemory | DeviceMemory
-        if stream is None and place.__class__ in HOST_TYPES:
-            memory = host_address(place, writable=True, what="into")
-        else:
-            memory = memory_of(session.device, place, Kind.READ, stream)
-        if memory.nbytes != payload or isinstance(memory, DeviceMemory):
-            return None
-        plan = plan_one(layout, group_id, memory.address, session.limits, is_write=False)
-        results = bytearray(8)
-        fields = (Kind.READ, plan.ops, 1, results, plan.copies, plan.copy_count, priority, 0, memory, None)
-        batch = Batch._make(fields)
-        ticket = dispatcher.submit_ahead(batch)
-        if ticket is None:
-            return None
-        transfer = Transfer(dispatcher, Kind.READ, plan, group_id, 1, payload, priority, 0, memory, results)
-        if session.table.regions:
-            transfer.use_regions(session.table.covering(memory.address, memory.address + payload - 1))
-        dispatcher.adopt(transfer, ticket)
-        transfer.expect_success()
-        return transfer
+        session.dispatcher.announce()
+        return read_one(session, group_id, place, priority)
 
     def _start(
         self,
@@ -438,11 +410,16 @@ class EngineBackend:
         how: tuple[Any, float | None, Priority],
     ) -> Transfer:
         session = self._require_session()
+        session.dispatcher.announce()
         stream, deadline, priority = how
         if region not in session.table.regions or region.pin is None:
             raise LayoutError(
                 "the region is not pinned by this backend: register it with a backend that has a device"
             )
+        if deadline is None:
+            started = copy_pinned(session, kind, region, offsets, place, stream, priority)
+            if started is not None:
+                return started
         memory, plan, count = pinned_plan(session, kind, region, offsets, place, stream)
         transfer = self._make(session, kind, plan, _NO_GROUP, count, (memory, place), deadline, priority)
         session.order(transfer, stream)

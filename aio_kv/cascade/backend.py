@@ -17,6 +17,7 @@ from aio_kv.backends.call_memory import HOST_TYPES
 from aio_kv.backends.device_side import DeviceSide
 from aio_kv.cascade.call import Call, checked_how, groups_call, requests_call
 from aio_kv.cascade.options import CascadeOptions
+from aio_kv.cascade.plans import ReadPlan
 from aio_kv.cascade.session import CascadeSession
 from aio_kv.cascade.slab import HostPlaces, slots_for
 from aio_kv.cascade.statistics import CascadeStatistics
@@ -251,7 +252,7 @@ class CascadeBackend:
             transfer = call.read_below(session.backing, np.arange(count))
             conductor.counts.misses += count
             return transfer
-        return self._start(session, call)
+        return self._start(session, call, plan)
 
     def _read_one(self, group_id: int, into: Any, priority: Priority) -> Any:
         """The short way for one group in host memory; None where the long way must look."""
@@ -280,11 +281,11 @@ class CascadeBackend:
         ids = np.array([group_id], np.int64)
         return CascadeTransfer.finished(session.conductor, ids, place.nbytes)
 
-    def _start(self, session: CascadeSession, call: Call) -> CascadeTransfer:
+    def _start(self, session: CascadeSession, call: Call, plan: ReadPlan | None = None) -> CascadeTransfer:
         if call.kind is Kind.WRITE and session.is_read_only:
             raise LayoutError("the files of the backing were opened read_only: open them without to write")
         transfer = CascadeTransfer(session.conductor, call)
-        session.conductor.start(transfer)
+        session.conductor.start(transfer, plan)
         return transfer
 
     async def register_landing_region(self, memory: Any) -> Any:

@@ -23,7 +23,7 @@ from aio_kv.cascade.call import Call
 from aio_kv.cascade.errand import Errand, child_of
 from aio_kv.cascade.flusher import Flusher
 from aio_kv.cascade.movers import Mover
-from aio_kv.cascade.plans import FillPlan
+from aio_kv.cascade.plans import FillPlan, ReadPlan
 from aio_kv.cascade.slab import Slab
 from aio_kv.cascade.slot_cache import SlotCache
 from aio_kv.cascade.statistics import ConductorCounts
@@ -88,8 +88,11 @@ class Conductor:
 
     # From calls.
 
-    def start(self, transfer: CascadeTransfer) -> None:
-        """Accept a transfer: carry it out, begin it, or hold it. What it raises is for the call to raise."""
+    def start(self, transfer: CascadeTransfer, plan: ReadPlan | None = None) -> None:
+        """Accept a transfer: carry it out, begin it, or hold it. What it raises is for the call to raise.
+
+        `plan` is what the cache has just answered for the whole of a read that need not be held.
+        """
         if len(self._active) >= _MAX_TRANSFERS:
             self.counts.refused += 1
             raise BusyError(f"{len(self._active)} transfers are in flight: await wait_ready() first")
@@ -97,7 +100,7 @@ class Conductor:
         if transfer.blockers:
             self.counts.waits_for_order += 1
         else:
-            self._begin(transfer)
+            self._begin(transfer, plan)
         self.counts.transfers += 1
         if not self._is_over(transfer):
             self._active[transfer] = None
@@ -107,10 +110,10 @@ class Conductor:
             self._finish(transfer)
         self.pump()
 
-    def _begin(self, transfer: CascadeTransfer) -> None:
+    def _begin(self, transfer: CascadeTransfer, plan: ReadPlan | None) -> None:
         """Begin a new transfer. What goes wrong is the call's to raise as long as nothing of it is under way."""
         try:
-            self._advance(transfer)
+            self._advance(transfer, plan)
         except AioKvError as error:
             if not transfer.has_begun.any():
                 raise
@@ -168,7 +171,7 @@ class Conductor:
 
     # Carrying out.
 
-    def _advance(self, transfer: CascadeTransfer) -> None:
+    def _advance(self, transfer: CascadeTransfer, plan: ReadPlan | None = None) -> None:
         """Begin as much of a transfer as can begin. Raises `BusyError` if the backing takes no more for now."""
         if transfer.call.how.is_late:
             transfer.drop_pending(Outcome.LATE, _late(transfer))
@@ -178,15 +181,16 @@ class Conductor:
         if transfer.is_write:
             self._advance_write(transfer, index)
         else:
-            self._advance_read(transfer, index)
+            if plan is None:
+                ids = transfer.call.ids
+                plan = self._cache.plan_read(ids if len(index) == len(ids) else ids[index])
+            self._advance_read(transfer, index, plan)
 
-    def _advance_read(self, transfer: CascadeTransfer, index: Int64Array) -> None:
-        ids = transfer.call.ids
-        plan = self._cache.plan_read(ids if len(index) == len(ids) else ids[index])
-        rows = plan.rows[plan.is_hit]
+    def _advance_read(self, transfer: CascadeTransfer, index: Int64Array, plan: ReadPlan) -> None:
         if plan.hits == len(index):
-            self._load(transfer, index, rows)
+            self._load(transfer, index, plan.rows)
             return
+        rows = plan.rows[plan.is_hit]
         # What is missing first, so that the device works while hits are copied; what comes up must not evict them.
         hits = self._cache.slots_of(rows)
         self._cache.lease(hits)

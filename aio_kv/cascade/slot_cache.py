@@ -108,6 +108,7 @@ class SlotCache:
         self._free = list(range(capacity - 1, -1, -1))
         self._dirt = self._dirty_count = 0
         self._evicted = self._superseded = 0
+        self._detached = 0  # slots that are there only for those who still read them
         self.openings = 0  # changes whenever a write that found no room might find some
 
     # Reading.
@@ -129,10 +130,13 @@ class SlotCache:
         return slot * self.groups_per_slot + place if slot >= 0 and self._valid.item(slot, place) else -1
 
     def slots_of(self, rows: Int64Array) -> Int64Array:
-        """The slots of rows, in order; a slot may come up again, but not twice in a row."""
+        """The slots of rows, in order; a slot may come up again."""
         if self.groups_per_slot == 1:
             return rows
-        return _without_repeats(rows // self.groups_per_slot)
+        slots = rows // self.groups_per_slot
+        # Of whole blocks one in eight is left; of groups from here and there too few would be for it to pay.
+        changes = np.count_nonzero(slots[1:] != slots[:-1])
+        return slots if 2 * changes > len(slots) else _without_repeats(slots)
 
     def touch(self, slots: Int64Array) -> None:
         """Resident slots were used, in this order."""
@@ -148,20 +152,26 @@ class SlotCache:
 
     def release(self, slots: Int64Array) -> None:
         """Give back what `lease` of the same array took."""
-        self._leases[slots] -= 1
-        ended = slots[self._leases[slots] == 0]
-        self.openings += len(ended) > 0
-        self._settle(ended)
+        left = self._leases[slots] - 1
+        self._leases[slots] = left
+        has_ended = left == 0
+        ended = slots if has_ended.all() else slots[has_ended]
+        if len(ended):
+            self.openings += 1
+            self._settle(ended)
 
     def _settle(self, slots: Int64Array) -> None:
         """Slots without leases: those that are CLEAN can be taken again, or are free if they are detached."""
-        clean = slots[self._state[slots] == _CLEAN]
+        is_clean = self._state[slots] == _CLEAN
+        clean = slots if is_clean.all() else slots[is_clean]
         if not len(clean):
             return
         self.openings += 1
-        is_detached = self._key_of[clean] < 0
-        if is_detached.any():
-            self._empty(np.unique(clean[is_detached]))
+        if self._detached:
+            is_detached = self._key_of[clean] < 0
+            freed = np.unique(clean[is_detached])
+            self._empty(freed)
+            self._detached -= len(freed)
             clean = clean[~is_detached]
         self._takeable[clean] = 1
         self._policy.restore(clean)
@@ -307,6 +317,7 @@ class SlotCache:
         self._takeable[sources] = 0
         self._has_failed[sources] = False
         self._superseded += len(sources)
+        self._detached += len(sources)
 
     def _set_since(self, slots: Int64Array, since: Int64Array | int) -> None:
         self._dirty_count -= int(np.count_nonzero(self._dirty_since[slots] != _NEVER))
@@ -510,6 +521,7 @@ class SlotCache:
         assert not ((state == _CLEAN) & self._dirty.any(axis=1)).any()
         # A detached slot is there for somebody who still reads it.
         assert not (~has_key & ~is_free & (leases == 0)).any()
+        assert self._detached == np.count_nonzero(~has_key & ~is_free)
         takeable = has_key & (state == _CLEAN) & (leases == 0)
         assert (takeable == (self._takeable == 1)).all()
         has_since = self._dirty_since != _NEVER

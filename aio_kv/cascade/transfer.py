@@ -29,6 +29,9 @@ __all__ = ["CascadeTransfer"]
 _log = logging.getLogger("aio_kv")
 _ERRORS_MAX = 8
 _UNKNOWN = -1  # an outcome that is not there yet
+_DONE = int(
+    Outcome.DONE
+)  # looked up once: an attribute of an enumeration costs more than a small array operation
 
 
 class CascadeTransfer:
@@ -168,12 +171,12 @@ class CascadeTransfer:
                 wake()
 
     def begin(self, index: Int64Array) -> None:
-        """These requests have begun."""
-        self.has_begun[index] = True
+        """These requests, by number and in rising order, have begun."""
+        self.has_begun[index if len(index) < self.request_count else slice(None)] = True
 
     def settle(self, index: Int64Array, outcomes: Any, errors: tuple[AioKvError, ...] = ()) -> None:
-        """What became of some requests, which have begun."""
-        self.outcomes[index] = outcomes
+        """What became of some requests, which have begun; `index` in rising order."""
+        self.outcomes[index if len(index) < self.request_count else slice(None)] = outcomes
         if len(self._errors) < _ERRORS_MAX:
             self._errors += errors[: _ERRORS_MAX - len(self._errors)]
 
@@ -198,7 +201,7 @@ class CascadeTransfer:
     @property
     def has_failed(self) -> bool:
         """Whether some request did not succeed."""
-        return bool((self.outcomes > Outcome.DONE).any())
+        return bool((self.outcomes > _DONE).any())
 
     def finish(self) -> None:
         """Called by the conductor when nothing of the transfer is in flight: let go of memory, wake everybody."""
@@ -210,7 +213,7 @@ class CascadeTransfer:
             wake()
 
     def _conclude(self) -> TransferReport:
-        is_done = self.outcomes == Outcome.DONE
+        is_done = self.outcomes == _DONE
         failed = int(np.count_nonzero(~is_done))
         prefix = self.request_count if failed == 0 else int(np.argmin(is_done))
         nbytes = (self.request_count - failed) * self.call.payload

@@ -19,22 +19,22 @@ class IoEngine(Protocol):
     def submit(self, batch: Batch, *, tag: object = None) -> Ticket:
         """Hand a batch over."""
 
+    def rouse(self) -> None:
+        """A batch will be submitted within microseconds: get ready for it."""
+
     def submit_region(
         self, kind: Kind, address: int, nbytes: int, *, ring: int, tag: object = None, device_address: int = 0
     ) -> Ticket:
         """Register memory with a ring, or forget it."""
 
-    def drain(self) -> list[Ticket]:
-        """Collect the tickets that have finished."""
+    def drain(self, within_us: int = 0) -> list[Ticket]:
+        """Collect the tickets that have finished, or look for some for a moment."""
 
     def fileno(self) -> int:
         """A descriptor that polls readable when `drain` has something, or when the engine has stopped."""
 
     def wait(self, ticket: Ticket, timeout: float | None = None) -> bool:
         """Wait for a ticket without an event loop."""
-
-    def wait_briefly(self, microseconds: int) -> bool:
-        """Look for a completion for a moment."""
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what has not begun."""

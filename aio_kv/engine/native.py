@@ -12,6 +12,7 @@ import errno
 import importlib
 import logging
 import os
+import struct
 import threading
 import time
 import weakref
@@ -23,8 +24,7 @@ from aio_kv.engine.options import EngineOptions
 from aio_kv.engine.statistics import EngineStatistics, RingInfo
 from aio_kv.engine.waiting import TicketWaiter, wait_readable
 from aio_kv.errors import BusyError, ClosedError, DeviceError, LayoutError, UnavailableError, storage_error
-from aio_kv.memory import DeviceMemory
-from aio_kv.plan import IoLimits
+from aio_kv.plan import PINNED_COPIES_MAX, IoLimits
 from aio_kv.positional import aligned_buffer
 
 _akv: Any = None
@@ -40,6 +40,9 @@ _log = logging.getLogger("aio_kv")
 _DRAIN_MAX = 256
 _WHERE = ("options", "memory", "thread", "io_uring_setup", "NOP", "eventfd", "CUDA")
 _SUMMED_BY_MAX = ("in_flight_max", "bulk_nbytes_max", "cuda_call_ns_max", "device_error")
+
+_COMPLETION = struct.Struct("=qQiIII")  # akv_completion
+_completion, _COMPLETION_NBYTES = struct.Struct("=qQiII").unpack_from, _COMPLETION.size
 
 # Engines whose device did not answer in time: their memory may still be written to, so it is never given back.
 _leaked: list[object] = []
@@ -182,6 +185,7 @@ class Engine:
         self._load = [0] * options.rings
         self._lib = _akv.lib
         self._submit = _akv.lib.akv_engine_submit
+        self._rouse = _akv.lib.akv_engine_rouse
         self._from_buffer = _akv.ffi.from_buffer
         self._null = _akv.ffi.NULL
         source = _akv.lib.AKV_SOURCE_URING if uring else _akv.lib.AKV_SOURCE_THREADS
@@ -196,6 +200,7 @@ class Engine:
             raise _refusal(-code[0], _WHERE[where[0]])
         self._handle: Any = handle
         self._finished = _akv.ffi.new("akv_completion[]", _DRAIN_MAX)
+        self._finished_bytes = _akv.ffi.buffer(self._finished)
         self._order = _akv.ffi.new("akv_order *")
         self._fileno: int = self._lib.akv_engine_fileno(handle)
         _engines.add(self)
@@ -214,8 +219,7 @@ class Engine:
             raise LayoutError(f"the batch counts {op_count} ops: ops hold {len(ops)}, results {len(results)}")
         if copy_count and len(copies) < copy_count:
             raise LayoutError(f"the batch counts {copy_count} copies but holds {len(copies)}")
-        load = self._load
-        ring = 0 if len(load) == 1 else load.index(min(load))
+        ring = self._idlest()
         with self._lock:
             number = self._submit(
                 self._open_handle(),
@@ -235,9 +239,15 @@ class Engine:
                 # The exports keep their objects alive, and Python from resizing them.
                 ticket = Ticket(number, (ops, copies, results, owner), op_count, ring=ring, tag=tag)
                 self._live[number] = ticket
-                load[ring] += op_count
+                self._load[ring] += op_count
                 return ticket
         raise _submit_error(number, op_count)
+
+    def rouse(self) -> None:
+        """A batch will be submitted within microseconds: have the thread that takes it wake up meanwhile. A hint."""
+        with self._lock:
+            if self._handle is not None:
+                self._rouse(self._handle, 0)
 
     def submit_region(
         self, kind: Kind, address: int, nbytes: int, *, ring: int, tag: object = None, device_address: int = 0
@@ -279,44 +289,108 @@ class Engine:
         """Record an event handle on a stream that is not capturing. False may have any reason, as above."""
         return self._lib.akv_engine_fence(self._open_handle(), _pointer(stream), _pointer(event)) == 1  # type: ignore[no-any-return]
 
-    def pinned_copies(
-        self, offsets: Any, region_nbytes: int, memory: DeviceMemory, places: Any, nbytes: int
-    ) -> bytearray | None:
-        """COPY_DTYPE records of copies of `nbytes` between a region and device memory, in the order of the call.
+    def export(self, memory: Any) -> Any:
+        """The bytes of writable contiguous memory, for `read_one`, which stay valid while this is kept.
 
-        `offsets` and `places` (None: packed) are int64 arrays of one length. None if any copy passes an end.
+        Raises TypeError, ValueError or BufferError for anything else.
         """
-        copies = bytearray(16 * len(offsets))
-        target = self._from_buffer("akv_copy[]", copies, True)
-        sources = self._from_buffer("int64_t[]", offsets)
-        targets = self._null if places is None else self._from_buffer("int64_t[]", places)
-        end = memory.address, memory.nbytes, targets, nbytes
-        is_filled = self._lib.akv_pinned_copies(target, len(offsets), sources, region_nbytes, *end) == 1
-        return copies if is_filled else None
+        return self._from_buffer("char[]", memory, True)
 
-    def drain(self) -> list[Ticket]:
-        """Collect the tickets that have news, in that order; never waits.
+    def address_of(self, exported: Any) -> int:
+        """Where an `export` lies."""
+        return int(_akv.ffi.cast("uintptr_t", exported))
 
-        Each is done, or, with device memory, enqueued.
+    def read_one(
+        self, file: int, file_offset: int, nbytes: int, into: Any, record: bytearray, priority: int
+    ) -> Ticket | None:
+        """`submit` for a read of `nbytes`, of which an `export` takes the first: directly if it can, else by staging.
+
+        The batch is recorded in `record` (`aio_kv.plan.new_record(1)`). None where `submit` would raise.
+        """
+        memory, ring = self._from_buffer("char[]", record, True), self._idlest()
+        arguments = file, file_offset, nbytes, into, len(into), memory, len(record)
+        with self._lock:
+            number = self._lib.akv_engine_read_one(self._open_handle(), ring, priority, *arguments)
+            if number < 0:
+                return None
+            return self._taken(number, (memory, into), 1, ring)
+
+    def copy_pinned(
+        self,
+        kind: Kind,
+        priority: int,
+        ordinal: int,
+        region: tuple[int, int, Any],
+        device: tuple[int, int, Any],
+        nbytes: int,
+        record: bytearray,
+        fence: tuple[int, int],
+    ) -> Ticket | None:
+        """`submit` for a load or save of pieces of `nbytes` between a region and device memory, checked and fenced.
+
+        `region` and `device` are (address, nbytes, byte offsets as an int64 array; None in the device: packed). `fence`
+        is the handle of a stream and of an event to be recorded on it, (0, 0) for none. The batch is recorded in
+        `record` (`aio_kv.plan.new_record`). None where anything is wrong, whatever it is: then nothing was submitted.
+        A region of more than 2 GiB takes offsets of whole pages only.
+        """
+        ring = self._idlest()
+        memory = self._from_buffer("char[]", record, True)
+        offsets = self._from_buffer("int64_t[]", region[2])
+        places = self._null if device[2] is None else self._from_buffer("int64_t[]", device[2])
+        ends = region[0], region[1], offsets, device[0], device[1], places
+        with self._lock:
+            number = self._lib.akv_engine_copy_pinned(
+                self._open_handle(),
+                ring,
+                kind,
+                priority,
+                ordinal,
+                *ends,
+                len(offsets),
+                nbytes,
+                *fence,
+                memory,
+                len(record),
+            )
+            if number < 0:
+                return None
+            return self._taken(number, (memory,), -(-len(offsets) // PINNED_COPIES_MAX), ring)
+
+    def _idlest(self) -> int:
+        load = self._load
+        return 0 if len(load) == 1 else load.index(min(load))
+
+    def _taken(self, number: int, owners: tuple[object, ...], op_count: int, ring: int) -> Ticket:
+        ticket = self._live[number] = Ticket(number, owners, op_count, ring=ring)
+        self._load[ring] += op_count
+        return ticket
+
+    def drain(self, within_us: int = 0) -> list[Ticket]:
+        """Collect the tickets that have news, in that order. Each is done, or, with device memory, enqueued.
+
+        Waits for news, without the GIL and without sleeping, for `within_us` microseconds at most.
         """
         news: dict[Ticket, None] = {}  # a ticket that was enqueued and is done by now is told of once
-        finished, live = self._finished, self._live
+        live = self._live
         with self._lock:
             if self._handle is None:
                 return []
+            handle = self._check_process()
+            if within_us and self._lib.akv_engine_poll(handle, within_us) != 1:
+                return []
             count = _DRAIN_MAX
             while count == _DRAIN_MAX:
-                count = self._lib.akv_engine_drain(self._check_process(), finished, _DRAIN_MAX)
+                count = self._lib.akv_engine_drain(handle, self._finished, _DRAIN_MAX)
                 for i in range(count):
-                    record = finished[i]
-                    number = record.ticket
+                    number, event, status, failed, stage = _completion(
+                        self._finished_bytes, i * _COMPLETION_NBYTES
+                    )
                     ticket = live[number]
                     news[ticket] = None
-                    status = record.status
                     if status:
-                        ticket.status, ticket.failed = status, record.failed
-                    if record.stage:
-                        ticket.event = record.event
+                        ticket.status, ticket.failed = status, failed
+                    if stage:
+                        ticket.event = event
                         ticket.is_enqueued = True
                         continue
                     del live[number]
@@ -350,11 +424,6 @@ class Engine:
             return True
         self._open_handle()
         return self._waiter.wait(ticket, timeout)
-
-    def wait_briefly(self, microseconds: int) -> bool:
-        """Spin for a completion without the GIL, `microseconds` at most; True if `drain` has something."""
-        with self._lock:
-            return self._handle is not None and self._lib.akv_engine_poll(self._handle, microseconds) == 1
 
     def cancel(self, ticket: Ticket) -> None:
         """Ask that what has not begun be dropped; what is at the device is waited for. The ticket still finishes."""

@@ -117,9 +117,11 @@ class PythonEngine:
             self._finish(ticket)
         return ticket
 
-    def drain(self) -> list[Ticket]:
+    def drain(self, within_us: int = 0) -> list[Ticket]:
         """Collect finished tickets; see `Engine.drain`."""
         self._check_process()
+        if within_us:
+            return []  # the threads need the GIL to answer: there is nothing to look for
         with contextlib.suppress(OSError):
             while self._reader.recv(4096):
                 pass
@@ -133,6 +135,9 @@ class PythonEngine:
         self._waiter.after_drain(bool(finished))
         return finished
 
+    def rouse(self) -> None:
+        """Python threads need the GIL, which the caller has: nothing could happen meanwhile."""
+
     def fileno(self) -> int:
         """A descriptor that polls readable when `drain` has something."""
         return self._reader.fileno()
@@ -143,10 +148,6 @@ class PythonEngine:
             return True
         self._check_process()
         return self._waiter.wait(ticket, timeout)
-
-    def wait_briefly(self, microseconds: int) -> bool:
-        """Python threads need the GIL to answer: there is nothing to spin for."""
-        return False
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what has not begun; see `Engine.cancel`."""

@@ -180,8 +180,10 @@ class MemoryEngine:
         self._finish(ticket)
         return ticket
 
-    def drain(self) -> list[Ticket]:
-        """Let ops land, and collect the tickets that this finishes."""
+    def drain(self, within_us: int = 0) -> list[Ticket]:
+        """Let ops land, and collect the tickets that this finishes; whoever looks for a moment sees nothing happen."""
+        if within_us:
+            return []
         with contextlib.suppress(OSError):
             while self._reader.recv(4096):
                 pass
@@ -198,6 +200,9 @@ class MemoryEngine:
         self._poke()
         return finished
 
+    def rouse(self) -> None:
+        """There is no thread that could sleep."""
+
     def fileno(self) -> int:
         """A descriptor that polls readable while `drain` has something to do."""
         return self._reader.fileno()
@@ -205,10 +210,6 @@ class MemoryEngine:
     def wait(self, ticket: Ticket, timeout: float | None = None) -> bool:
         """Wait for a ticket without an event loop; see `Engine.wait`."""
         return self._waiter.wait(ticket, timeout)
-
-    def wait_briefly(self, microseconds: int) -> bool:
-        """Nothing happens while one looks: there is nothing to spin for."""
-        return False
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what has not begun; see `Engine.cancel`."""

@@ -21,7 +21,7 @@ import numpy as np
 from aio_kv.engine import Batch, Engine, IoEngine, Kind, Ticket
 from aio_kv.errors import BusyError, ClosedError
 from aio_kv.integers import Int64Array
-from aio_kv.plan import OP_DTYPE, Plan
+from aio_kv.plan import OP_DTYPE, Placement, Plan
 from aio_kv.transfer.binding import LoopBinding, require_current
 from aio_kv.transfer.transfer import Transfer
 
@@ -38,7 +38,7 @@ class OpDescription:
     """An op in words for an error message."""
 
     file: str
-    file_offset: int
+    file_offset: int | None
     nbytes: int
 
 
@@ -102,33 +102,29 @@ class Dispatcher:
             self._has_unfed = True
 
     def is_free(self, kind: Kind, priority: int) -> bool:
-        """Whether a transfer of these would go to the engine at once."""
+        """Whether a read, load or save would go to the engine at once. Then it may, before its transfer exists.
+
+        So the device works while Python prepares the rest; `adopt` follows at once.
+        """
         return (
             not self._is_closing
             and not self._unfed[priority]
-            and not (self._writers if kind is Kind.READ else self._active)
+            and not (kind is Kind.READ and self._writers)
             and len(self._active) < self._max_transfers
         )
 
-    def submit_ahead(self, batch: Batch) -> Ticket | None:
-        """Hand a batch over before its transfer exists, so that the device works while Python prepares the rest.
-
-        Only after `is_free`, and followed by `adopt` at once. None when the engine is full: then `start` it is.
-        """
-        try:
-            return self.engine.submit(batch)
-        except BusyError:
-            return None
+    def announce(self) -> None:
+        """A small transfer is about to be started: where nothing is in flight, have the engine wake up meanwhile."""
+        if not self._active:
+            self.engine.rouse()
 
     def adopt(self, transfer: Transfer, ticket: Ticket) -> None:
-        """Take in the transfer of a batch that `submit_ahead` has handed over."""
+        """Take in the transfer of a batch that the engine has been given already."""
         ticket.tag = transfer
         transfer.tickets.append(ticket)
         transfer.fed_ops = ticket.op_count
         self._active[transfer] = None
         self._counts["transfers"] += 1
-        if transfer.kind is not Kind.READ:
-            self._writers[transfer] = None
 
     def _hold_behind_conflicts(self, transfer: Transfer) -> None:
         earlier = self._writers if transfer.kind is Kind.READ else self._active
@@ -191,13 +187,16 @@ class Dispatcher:
         if self._spin_misses > 3 and self._spins % 64:
             return
         for _ in range(2):  # with device memory the first news is that the copies are queued
-            if not transfer.is_done and self.engine.wait_briefly(self._spin_us):
-                self.drain()
+            if not transfer.is_done and (news := self.engine.drain(self._spin_us)):
+                self._digest(news)
         self._spin_misses = 0 if transfer.is_done else self._spin_misses + 1
 
     def drain(self) -> None:
         """Take what the engine has news of; finish, release and feed what that allows."""
-        for ticket in self.engine.drain():
+        self._digest(self.engine.drain())
+
+    def _digest(self, news: list[Ticket]) -> None:
+        for ticket in news:
             transfer = ticket.tag
             if isinstance(transfer, Transfer):
                 if ticket.is_done:
@@ -333,9 +332,12 @@ class Dispatcher:
         self._counts["unobserved_failures"] += 1
 
     def describe_op(self, plan: Plan, index: int) -> OpDescription:
-        """Where an op goes: file, offset, and how much of it is owed."""
+        """Where an op goes: file, offset, and how much of it is owed; a load or save has a region for a file."""
         op = np.frombuffer(plan.ops, dtype=OP_DTYPE)[index]
         nbytes = int(op["nbytes_owed"]) or int(op["nbytes"])
+        if op["placement"] == Placement.PINNED:
+            unit = int(op["file_offset"]) or 1
+            return OpDescription(f"landing region at {int(op['address']):#x}", None, nbytes * unit)
         return OpDescription(self._path_of(int(op["file"])), int(op["file_offset"]), nbytes)
 
     def statistics(self) -> DispatcherStatistics:

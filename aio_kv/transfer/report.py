@@ -63,17 +63,16 @@ def outcomes_of(codes: NDArray[Any]) -> NDArray[np.int8]:
     return outcomes
 
 
-def error_of(code: int, *, action: str, file: str, file_offset: int, nbytes: int, arrived: int) -> AioKvError:
-    """The exception that says what an engine code means for one I/O."""
+def error_of(
+    code: int, *, action: str, file: str, file_offset: int | None, nbytes: int, arrived: int
+) -> AioKvError:
+    """The exception that says what an engine code means for one I/O; no offset where there is no file."""
+    place = file if file_offset is None else f"{file}, offset {file_offset}"
     if code == -errno.ETIME:
-        return DeadlineError(
-            f"{action} of {file}, offset {file_offset}, {nbytes} bytes: not begun before its deadline"
-        )
+        return DeadlineError(f"{action} of {place}, {nbytes} bytes: not begun before its deadline")
     if code <= -CUDA_ERROR:
-        return DeviceError(
-            f"{action} of {file}, offset {file_offset}, {nbytes} bytes: CUDA error {-code - CUDA_ERROR}",
-            code=-code - CUDA_ERROR,
-        )
+        number = -code - CUDA_ERROR
+        return DeviceError(f"{action} of {place}, {nbytes} bytes: CUDA error {number}", code=number)
     if code == -errno.ENODATA:
         return ShortReadError(action, arrived=arrived, file=file, file_offset=file_offset, nbytes=nbytes)
     return storage_error(code, action=action, file=file, file_offset=file_offset, nbytes=nbytes)

@@ -70,12 +70,14 @@ static int add_flight(struct akv_reactor *r, struct akv_copy_stream *s, struct a
 {
     bool is_read = akv_is_load(f->batch->kind);
     const akv_copy *copies = f->batch->copies + f->op.copy_first;
+    uint64_t unit = akv_unit(&f->op);
     struct run run = {.device_shift = f->device_shift};
     for (uint32_t i = 0; i < f->op.copy_count; i++) {
         akv_copy copy = copies[i];
-        if ((uint64_t)copy.op_offset + copy.nbytes > f->op.nbytes)
+        uint64_t at = copy.op_offset * unit;
+        if (at + copy.nbytes > f->op.nbytes * unit)
             continue; /* changed since it was checked: never past the slot */
-        uint8_t *host = f->base + copy.op_offset;
+        uint8_t *host = f->base + at;
         if (run.nbytes && run.device + run.nbytes == copy.address && run.host + run.nbytes == host) {
             run.nbytes += copy.nbytes;
             continue;

@@ -13,14 +13,15 @@ int akv_copy_check(const struct akv_batch *b, const akv_op *op, uint32_t alignme
         return !op->address ? -EFAULT : op->address % alignment ? -EINVAL : 0;
     if ((uint64_t)op->copy_first + op->copy_count > b->copy_count)
         return -EINVAL;
-    if (op->placement == AKV_PINNED && (op->copy_count == 0 || op->copy_count > AKV_LIST_MAX))
+    if (op->placement == AKV_PINNED && (op->copy_count == 0 || op->copy_count > AKV_LIST_MAX || op->file_offset > AKV_UNIT_MAX))
         return -EINVAL;
     if (op->placement == AKV_VECTORED && (op->copy_count == 0 || op->copy_count > AKV_IOV_MAX))
         return -EINVAL;
-    uint64_t end = 0, limit = op->nbytes_owed ? op->nbytes_owed : op->nbytes; /* behind it: somebody else's old bytes */
+    uint64_t unit = akv_unit(op);
+    uint64_t end = 0, limit = op->nbytes_owed ? op->nbytes_owed : op->nbytes * unit; /* behind it: somebody else's old bytes */
     for (uint32_t i = 0; i < op->copy_count; i++) {
         const akv_copy *copy = &b->copies[op->copy_first + i];
-        if (!copy->address || (uint64_t)copy->op_offset + copy->nbytes > limit)
+        if (!copy->address || copy->op_offset * unit + copy->nbytes > limit)
             return -EINVAL;
         if (op->placement == AKV_VECTORED && (copy->op_offset != end || copy->address % alignment))
             return -EINVAL;

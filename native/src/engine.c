@@ -409,6 +409,20 @@ int akv_engine_drain(akv_engine *e, akv_completion *out, uint32_t max)
     return count;
 }
 
+int akv_engine_rouse(akv_engine *e, uint32_t ring)
+{
+    if (is_foreign(e))
+        return -ECHILD;
+    if (ring >= e->reactor_count)
+        return -EINVAL;
+    struct akv_reactor *r = &e->reactors[ring];
+    if (e->options.spin_us == 0 || !atomic_load(&r->sleeping))
+        return 0; /* awake: it sees the order by itself, and this would only disturb it */
+    atomic_store(&r->roused, 1);
+    akv_reactor_wake(r);
+    return 0;
+}
+
 /* While it spins, `notified` is set by this side, so that the reactor saves itself the eventfd: the caller looks. */
 int akv_engine_poll(akv_engine *e, uint32_t microseconds)
 {

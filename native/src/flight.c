@@ -118,7 +118,7 @@ void akv_flight_start(struct akv_reactor *r, struct akv_batch *b, uint32_t op_in
     if (b->has_order)
         b->copy_stream->flights[lane]++;
     if (op->placement == AKV_PINNED) {
-        f->region = akv_region_pinned(r, op->address, op->nbytes);
+        f->region = akv_region_pinned(r, op->address, op->nbytes * akv_unit(op));
         f->device_shift = f->region ? f->region->device_address - f->region->address : 0;
     } else if (op->placement != AKV_VECTORED && b->kind != AKV_SYNC)
         f->region = akv_region_find(r, (uintptr_t)f->base, op->nbytes, &f->buffer);

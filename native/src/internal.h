@@ -32,6 +32,8 @@ enum {
     AKV_REGIONS_MAX = 256,
     AKV_BUFFERS_MAX = 1024, /* entries of the ring's buffer table, each at most AKV_PIECE bytes */
     AKV_STREAMS_MAX = 16,   /* copy streams */
+    AKV_PAGE = 4096,
+    AKV_UNIT_MAX = 1 << 20, /* of a pinned op, in bytes */
     AKV_LIST_MAX = 4096,    /* kernel copies in a copy group with a long list */
     AKV_LONG_LISTS = 32,
     AKV_SHORT_LIST = 128,   /* what one I/O has at most; there are as many short lists as I/Os, and never too few */
@@ -42,6 +44,7 @@ enum {
 };
 #define AKV_PIECE (1ull << 30) /* io_uring's own limit for one registered buffer */
 #define AKV_HUGE (2ull << 20)
+#define AKV_BYTES_MAX (1ull << 31) /* of a pinned region, in units */
 #define AKV_TICK_NS 1000000000ll /* an eventfd is a hint: look again at least this often */
 
 struct akv_reactor;
@@ -213,6 +216,8 @@ struct akv_pool { /* the threads source */
     struct akv_flight *queued_head, *queued_tail; /* reactor: not yet handed over */
 };
 
+enum { AKV_SPIN_IDLE, AKV_SPIN_DISK, AKV_SPIN_GPU, AKV_SPIN_ANNOUNCED, AKV_SPINS };
+
 struct akv_reactor {
     struct akv_engine *engine;
     const struct akv_source *source;
@@ -221,7 +226,7 @@ struct akv_reactor {
     bool has_thread;
     /* Shared with submitters. */
     _Atomic(struct akv_batch *) intake;
-    _Atomic int sleeping, cancels, stop;
+    _Atomic int sleeping, cancels, stop, roused;
     int wake_fd;
     /* Start-up hand-shake: engine->lock and engine->started. */
     int start_code, start_where, is_started;
@@ -246,8 +251,8 @@ struct akv_reactor {
     uint32_t picks, turn, region_count; /* turn: the queue that the next pick for fairness begins with */
     int64_t next_deadline_ns; /* INT64_MAX: none */
     int64_t busy_until_ns; /* spin until then */
-    uint32_t spins[3], spin_misses[3]; /* waiting for an order, the disk, the GPU */
-    bool must_notify, has_seen_stop;
+    uint32_t spins[AKV_SPINS], spin_misses[AKV_SPINS]; /* by what is waited for */
+    bool must_notify, has_seen_stop, is_announced; /* the last: an order is on its way (akv_engine_rouse) */
     uint64_t fault_sequence[3], fault_random;
     uint32_t *fault_used;
     struct akv_counters counters;
@@ -283,6 +288,12 @@ static inline bool akv_is_load(uint32_t kind)
 static inline bool akv_has_file(uint32_t kind)
 {
     return kind != AKV_LOAD && kind != AKV_SAVE;
+}
+
+/* How many bytes `nbytes` and the op_offsets of an op count. */
+static inline uint64_t akv_unit(const akv_op *op)
+{
+    return op->placement == AKV_PINNED && op->file_offset ? op->file_offset : 1;
 }
 
 static inline void akv_pause(void)
@@ -349,7 +360,7 @@ void akv_cuda_called(struct akv_reactor *r, int64_t began_ns);
 
 /* region.c */
 void akv_region_command(struct akv_reactor *r, struct akv_batch *b);
-struct akv_region *akv_region_pinned(struct akv_reactor *r, uint64_t address, uint32_t nbytes);
+struct akv_region *akv_region_pinned(struct akv_reactor *r, uint64_t address, uint64_t nbytes);
 struct akv_region *akv_region_find(struct akv_reactor *r, uint64_t address, uint32_t nbytes, int32_t *buffer);
 void akv_region_release(struct akv_reactor *r, struct akv_region *region);
 

@@ -8,7 +8,9 @@
  * flight or something has just ended; with many flights the next completion is near and sleeping costs less CPU.
  * A spin that ends for nothing was a mistake: the device is slower than that, or the cores are taken, and a thread
  * that has just spun is woken late (4 KiB reads at 150 us instead of 48 on two busy cores). After a few such misses
- * it spins only now and then, to find out whether that has changed. */
+ * it spins only now and then, to find out whether that has changed.
+ *
+ * Rousing: a submitter that is about to prepare an order says so, and this thread wakes up meanwhile, not after. */
 #include <errno.h>
 #include <signal.h>
 #include <sys/prctl.h>
@@ -57,11 +59,22 @@ static void take_intake(struct akv_reactor *r)
         first = stack;
         stack = next;
     }
+    r->is_announced = false;
     while (first) {
         struct akv_batch *next = first->next;
         akv_batch_accept(r, first);
         first = next;
     }
+}
+
+/* An order within spin_us: spin for it. The announcement is kept until an order comes or the spin has ended. */
+static void take_announcement(struct akv_reactor *r, int64_t now_ns)
+{
+    if (!atomic_load_explicit(&r->roused, memory_order_relaxed))
+        return;
+    atomic_store(&r->roused, 0);
+    r->is_announced = true;
+    r->busy_until_ns = now_ns + r->engine->options.spin_us * 1000ll;
 }
 
 static void take_cancels(struct akv_reactor *r)
@@ -113,7 +126,11 @@ static bool spin(struct akv_reactor *r, int64_t now_ns)
     int64_t until = r->in_flight || has_copies ? now_ns + r->engine->options.spin_us * 1000ll : r->busy_until_ns;
     if (!(is_light || has_copies) || r->engine->options.spin_us == 0 || r->delayed || now_ns >= until)
         return false;
-    int waits_for = has_copies ? 2 : r->in_flight > 0;
+    int waits_for = has_copies        ? AKV_SPIN_GPU
+                    : r->in_flight    ? AKV_SPIN_DISK
+                    : r->is_announced ? AKV_SPIN_ANNOUNCED
+                                      : AKV_SPIN_IDLE;
+    r->is_announced = false;
     if (r->spin_misses[waits_for] >= AKV_SPIN_MISSES && ++r->spins[waits_for] % AKV_SPIN_RETRY)
         return false;
     r->source->submit(r);
@@ -164,12 +181,13 @@ static void turn(struct akv_reactor *r)
     r->source->reap(r);
     if (akv_device_is_busy(r))
         akv_device_poll(r);
+    int64_t now_ns = akv_now_ns();
+    take_announcement(r, now_ns); /* before the intake: an order that is here already is not waited for */
     take_intake(r);
     take_cancels(r);
     if (is_stopping)
         drop_everything(r);
     r->has_seen_stop = is_stopping;
-    int64_t now_ns = akv_now_ns();
     expire(r, now_ns);
     if (r->delayed)
         akv_flight_release_due(r, now_ns);

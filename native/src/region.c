@@ -85,7 +85,7 @@ struct akv_region *akv_region_find(struct akv_reactor *r, uint64_t address, uint
 }
 
 /* The pinned region that holds [address, address + nbytes), or NULL. Takes a share in it. */
-struct akv_region *akv_region_pinned(struct akv_reactor *r, uint64_t address, uint32_t nbytes)
+struct akv_region *akv_region_pinned(struct akv_reactor *r, uint64_t address, uint64_t nbytes)
 {
     for (uint32_t i = 1; i < r->region_count; i++) {
         struct akv_region *region = &r->regions[i];

@@ -17,12 +17,15 @@ static int child(struct rig *rig, struct load *load, int64_t ticket, const uint8
     akv_completion found;
     akv_statistics statistics;
     akv_ring_info info;
+    uint8_t record[64];
     akv_engine *e = rig->engine;
     const int64_t answers[] = {
         load_submit(rig, load, AKV_READ),
         akv_engine_region(e, 0, AKV_REGION_ADD, (uintptr_t)load->memory, PAGE, 0),
         akv_engine_drain(e, &found, 1),
         akv_engine_poll(e, 1000),
+        akv_engine_rouse(e, 0),
+        akv_engine_read_one(e, 0, 0, 0, 0, PAGE, load->memory, PAGE, record, sizeof record),
         akv_engine_cancel(e, ticket),
         akv_engine_stop(e),
         akv_engine_stopped(e),

@@ -27,6 +27,14 @@ static void refused_calls(uint32_t source)
     CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 2, NULL, 0, NULL, NULL), -EINVAL);
     CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 2, NULL, 1, load.results, NULL), -EINVAL);
     CHECK_EQ(akv_engine_submit(e, 0, AKV_READ, 0, 0, load.ops, 4097, NULL, 0, load.results, NULL), -E2BIG);
+    uint8_t record[sizeof(akv_op) + sizeof(akv_result) + sizeof(akv_copy)];
+    CHECK_EQ(akv_engine_read_one(e, 0, 0, 0, 0, PAGE, NULL, PAGE, record, sizeof record), -EINVAL);
+    CHECK_EQ(akv_engine_read_one(e, 0, 0, 0, 0, PAGE, load.memory, 0, record, sizeof record), -EINVAL);
+    CHECK_EQ(akv_engine_read_one(e, 0, 0, 0, 0, PAGE, load.memory, PAGE + 1, record, sizeof record), -EINVAL);
+    CHECK_EQ(akv_engine_read_one(e, 0, 0, 0, 0, PAGE, load.memory, PAGE, NULL, sizeof record), -EINVAL);
+    CHECK_EQ(akv_engine_read_one(e, 0, 0, 0, 0, PAGE, load.memory, PAGE, record, sizeof record - 1), -EINVAL);
+    CHECK_EQ(akv_engine_read_one(e, 1, 0, 0, 0, PAGE, load.memory, PAGE, record, sizeof record), -EINVAL);
+    CHECK_EQ(akv_engine_read_one(e, 0, 3, 0, 0, PAGE, load.memory, PAGE, record, sizeof record), -EINVAL);
     CHECK_EQ(akv_engine_region(e, 1, AKV_REGION_ADD, PAGE, PAGE, 0), -EINVAL);
     CHECK_EQ(akv_engine_region(e, 0, AKV_READ, PAGE, PAGE, 0), -EINVAL);
     CHECK_EQ(akv_engine_drain(e, NULL, 1), -EINVAL);

@@ -6,7 +6,7 @@ static const uint64_t BASE = 0x700000000000ull;
 
 static int list(akv_copy *copies, uint32_t count, const int64_t *offsets, const int64_t *places)
 {
-    return akv_pinned_copies(copies, count, offsets, REGION, BASE, DEVICE, places, PIECE);
+    return akv_pinned_copies(copies, count, offsets, REGION, BASE, DEVICE, places, PIECE, 1);
 }
 
 static void what_fits_is_listed(uint32_t source)
@@ -46,12 +46,28 @@ static void sizes_that_cannot_be_are_refused(uint32_t source)
 {
     akv_copy copies[1];
     int64_t zero = 0;
-    CHECK_EQ(akv_pinned_copies(NULL, 1, &zero, REGION, BASE, DEVICE, &zero, PIECE), 0);
-    CHECK_EQ(akv_pinned_copies(copies, 1, NULL, REGION, BASE, DEVICE, &zero, PIECE), 0);
-    CHECK_EQ(akv_pinned_copies(copies, 1, &zero, REGION, BASE, DEVICE, &zero, 0), 0);
-    CHECK_EQ(akv_pinned_copies(copies, 1, &zero, PIECE - 1, BASE, DEVICE, &zero, PIECE), 0);
-    CHECK_EQ(akv_pinned_copies(copies, 1, &zero, REGION, BASE, PIECE - 1, &zero, PIECE), 0);
-    CHECK_EQ(akv_pinned_copies(copies, 1, &zero, (1ull << 31) + 1, BASE, DEVICE, &zero, PIECE), 0);
+    CHECK_EQ(akv_pinned_copies(NULL, 1, &zero, REGION, BASE, DEVICE, &zero, PIECE, 1), 0);
+    CHECK_EQ(akv_pinned_copies(copies, 1, NULL, REGION, BASE, DEVICE, &zero, PIECE, 1), 0);
+    CHECK_EQ(akv_pinned_copies(copies, 1, &zero, REGION, BASE, DEVICE, &zero, 0, 1), 0);
+    CHECK_EQ(akv_pinned_copies(copies, 1, &zero, PIECE - 1, BASE, DEVICE, &zero, PIECE, 1), 0);
+    CHECK_EQ(akv_pinned_copies(copies, 1, &zero, REGION, BASE, PIECE - 1, &zero, PIECE, 1), 0);
+    CHECK_EQ(akv_pinned_copies(copies, 1, &zero, (1ull << 31) + 1, BASE, DEVICE, &zero, PIECE, 1), 0);
+}
+
+/* The region is larger than what 32 bits of bytes reach: its offsets are counted in pages. */
+static void a_large_region_is_counted_in_pages(uint32_t source)
+{
+    static const uint64_t huge = 1ull << 40;
+    akv_copy copies[2];
+    int64_t offsets[2] = {0, (int64_t)huge - PAGE}, places[2] = {0, DEVICE - PIECE};
+    CHECK_EQ(akv_pinned_copies(copies, 2, offsets, huge, BASE, DEVICE, places, PIECE, PAGE), 1);
+    CHECK_EQ(copies[1].op_offset, (huge - PAGE) / PAGE);
+    CHECK_EQ(akv_pinned_copies(copies, 2, offsets, huge, BASE, DEVICE, places, PIECE, 1), 0);
+    CHECK_EQ(akv_pinned_copies(copies, 2, offsets, huge, BASE, DEVICE, places, PIECE, 0), 0);
+    offsets[1] += 64; /* within, but no whole page */
+    CHECK_EQ(akv_pinned_copies(copies, 2, offsets, huge, BASE, DEVICE, places, PIECE, PAGE), 0);
+    offsets[1] = huge;
+    CHECK_EQ(akv_pinned_copies(copies, 2, offsets, huge, BASE, DEVICE, places, PIECE, PAGE), 0);
 }
 
 static void an_engine_without_a_device_answers_no(uint32_t source)
@@ -61,6 +77,20 @@ static void an_engine_without_a_device_answers_no(uint32_t source)
     rig_start(&rig);
     CHECK_EQ(akv_engine_is_device_memory(rig.engine, BASE, 1, 0), 0);
     CHECK_EQ(akv_engine_fence(rig.engine, NULL, &rig), 0);
+    uint8_t record[64];
+    int64_t offset = 0, place = 0;
+    CHECK_EQ(akv_engine_copy_pinned(rig.engine, 0, AKV_LOAD, 0, 0, BASE, REGION, &offset, BASE, DEVICE, &place, 1, PIECE, 0, 0,
+                                    record, sizeof record),
+             -EDOM);
+    CHECK_EQ(akv_engine_copy_pinned(rig.engine, 0, AKV_READ, 0, 0, BASE, REGION, &offset, BASE, DEVICE, &place, 1, PIECE, 0, 0,
+                                    record, sizeof record),
+             -EINVAL);
+    CHECK_EQ(akv_engine_copy_pinned(rig.engine, 0, AKV_LOAD, 0, 0, BASE, REGION, &offset, BASE, DEVICE, &place, 1, PIECE, 0, 0,
+                                    record, sizeof record - 1),
+             -EINVAL);
+    CHECK_EQ(akv_engine_copy_pinned(rig.engine, 0, AKV_LOAD, 0, 0, BASE, REGION, &offset, BASE, DEVICE, &place, 0, PIECE, 0, 0,
+                                    record, sizeof record),
+             -EINVAL);
     rig_end(&rig);
 }
 
@@ -70,6 +100,7 @@ int main(void)
         {"what fits is listed", what_fits_is_listed},
         {"what passes an end is not", what_passes_an_end_is_not},
         {"sizes that cannot be are refused", sizes_that_cannot_be_are_refused},
+        {"a large region is counted in pages", a_large_region_is_counted_in_pages},
         {"an engine without a device answers no", an_engine_without_a_device_answers_no},
         {0},
     };

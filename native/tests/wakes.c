@@ -223,9 +223,43 @@ static void two_rings_tell(uint32_t source)
         load_free(&waiters[i].load);
 }
 
+/* A reactor that was told of an order to come waits for it awake; without an order it goes back to sleep. */
+static void roused(uint32_t source)
+{
+    enum { SPIN_US = 10000, TRIES = 12 };
+    struct rig rig;
+    struct load load;
+    akv_completion found;
+    rig_make(&rig, source);
+    rig.options.spin_us = SPIN_US;
+    rig_start(&rig);
+    load_make_instant(&load, 1);
+    bool was_awake = false;
+    for (uint32_t i = 0; i < TRIES && !was_awake; i++) { /* on a busy machine it may be late now and then */
+        pause_us(3 * SPIN_US);
+        uint64_t sleeps = rig_statistics(&rig).sleeps;
+        CHECK_EQ(akv_engine_rouse(rig.engine, 0), 0);
+        pause_us(500);
+        CHECK(load_submit(&rig, &load, AKV_SYNC) >= 0);
+        for (int64_t until = now_ns() + TICK_NS; akv_engine_drain(rig.engine, &found, 1) == 0;)
+            CHECK(now_ns() < until);
+        was_awake = rig_statistics(&rig).sleeps == sleeps;
+    }
+    CHECK(was_awake);
+    pause_us(3 * SPIN_US);
+    uint64_t sleeps = rig_statistics(&rig).sleeps;
+    CHECK_EQ(akv_engine_rouse(rig.engine, 0), 0);
+    pause_us(3 * SPIN_US);
+    CHECK_EQ(rig_statistics(&rig).sleeps, sleeps + 1);
+    CHECK_EQ(akv_engine_rouse(rig.engine, 1), -EINVAL);
+    load_free(&load);
+    rig_end(&rig);
+}
+
 int main(void)
 {
     const struct test tests[] = {
+        {"roused", roused},
         {"on the way to sleep", on_the_way_to_sleep},
         {"asleep", asleep},
         {"after the last look", after_the_last_look},
