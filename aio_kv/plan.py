@@ -87,7 +87,7 @@ class Plan(NamedTuple):
 
     `ops` (OP_DTYPE) in file order and `copies` (COPY_DTYPE), grouped by op, are read by the engine until the transfer
     has ended. Request i is done when ops `first_ops(n)[i]` to `+ ops_per_request` are: these are in `op_of_request`, or
-    follow from `request_of_op` where each request is an op of its own, or are all 0 where there is one op.
+    follow from `request_of_op` where each request is an op of its own, or from the copies where each request is one.
     `ops_per_request` is one number for all requests, or one for each.
     """
 
@@ -103,9 +103,14 @@ class Plan(NamedTuple):
         """The first op of each request, in the order of the call. Worked out only where something has failed."""
         if self.op_of_request is not None:
             return self.op_of_request
-        first = np.zeros(request_count, dtype=np.int64)
-        if self.request_of_op is not None:
-            first[self.request_of_op] = np.arange(request_count)
+        if self.request_of_op is None:
+            return (
+                np.arange(request_count) // PINNED_COPIES_MAX
+                if self.op_count > 1
+                else np.zeros(request_count, np.int64)
+            )
+        first = np.empty(request_count, dtype=np.int64)
+        first[self.request_of_op] = np.arange(request_count)
         return first
 
 
@@ -123,8 +128,7 @@ def plan_of_record(record: bytearray, copy_count: int) -> tuple[Plan, memoryview
     """What the engine has recorded, one request for each copy, as a plan and its results."""
     op_count, view = -(-copy_count // PINNED_COPIES_MAX), memoryview(record)
     results, copies = op_count * OP_DTYPE.itemsize, op_count * _OP_AND_RESULT
-    op_of_request = np.arange(copy_count) // PINNED_COPIES_MAX if op_count > 1 else None
-    plan = _plan_of((view[:results], op_count, view[copies:], copy_count, op_of_request, 1, None))
+    plan = _plan_of((view[:results], op_count, view[copies:], copy_count, None, 1, None))
     return plan, view[results:copies]
 
 

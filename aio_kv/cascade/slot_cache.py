@@ -99,6 +99,7 @@ class SlotCache:
         self._leases = np.zeros(capacity, np.int32)
         self._fills = np.zeros(capacity, np.int32)
         self._valid = np.zeros((capacity, groups_per_slot), np.bool_)
+        self._valid_rows = self._valid.reshape(-1)
         self._dirty = np.zeros((capacity, groups_per_slot), np.bool_)
         self._dirty_since = np.full(capacity, _NEVER, np.int64)
         self._has_failed = np.zeros(capacity, np.bool_)
@@ -117,9 +118,18 @@ class SlotCache:
         """Look groups up. Changes nothing."""
         per_slot = self.groups_per_slot
         keys = ids // per_slot if per_slot > 1 else ids
-        slots = self._slot_of.take(keys).astype(np.int64) - 1
-        rows = slots if per_slot == 1 else slots * per_slot + (ids - keys * per_slot)
-        is_hit = (slots >= 0) & self._valid.reshape(-1).take(rows, mode="clip")
+        found = self._slot_of.take(keys)  # the slot plus one
+        rows = found.astype(np.int64)
+        if (
+            per_slot > 1
+        ):  # found * per_slot + ids % per_slot, in place: every new array costs as much as the sum
+            rows *= per_slot
+            rows += ids
+            keys *= per_slot
+            rows -= keys
+        rows -= per_slot
+        is_hit = found > 0
+        is_hit &= self._valid_rows.take(rows, mode="clip")
         hits = int(np.count_nonzero(is_hit))
         return ReadPlan(rows if hits == len(ids) else np.where(is_hit, rows, -1), is_hit, hits)
 
@@ -340,7 +350,7 @@ class SlotCache:
 
         `is_dirty` says whether they are newer than what is below. A group that did not land is what it was before.
         """
-        self._valid.reshape(-1)[landed] = True
+        self._valid_rows[landed] = True
         if is_dirty:
             self._dirty.reshape(-1)[landed] = True
         slots = plan.slots
@@ -367,7 +377,7 @@ class SlotCache:
 
     def invalidate(self, rows: Int64Array) -> None:
         """Rows that are being filled hold nobody knows what: a failed copy. What was in them is lost."""
-        self._valid.reshape(-1)[rows] = False
+        self._valid_rows[rows] = False
         self._dirty.reshape(-1)[rows] = False
 
     def _date(self, slots: Int64Array) -> None:
