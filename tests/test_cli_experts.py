@@ -99,6 +99,13 @@ def test_pack_to_another_place(run: Run, model: Path, tmp_path: Path) -> None:
     } == {0}
 
 
+def test_a_destination_among_the_models_is_told_apart(run: Run, model: Path) -> None:
+    said = run("pack", model, model.with_name("out.experts"))
+    assert said.status == 2
+    assert "give what to write as --to FILE" in said.stderr
+    assert not model.with_name("out.experts").exists()
+
+
 def test_pack_keeps_what_is_there(run: Run, model: Path) -> None:
     target = model.parent / "m.experts"
     target.write_bytes(b"mine")

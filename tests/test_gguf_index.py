@@ -223,6 +223,12 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     assert caught.value.file == str(paths[1])
 
 
+def test_what_cannot_be_a_shard_is_not_asked_for(tmp_path: Path) -> None:
+    paths = put_shards(tmp_path)
+    with pytest.raises(StorageError, match=r"is a model of 3 shards: give only those"):
+        GgufIndex.open([*paths, tmp_path / "absent"])
+
+
 def test_shards_that_are_not_all_or_not_in_order(tmp_path: Path) -> None:
     first, second, third = put_shards(tmp_path)
     alone = put(tmp_path / "alone.gguf", infos=[Info()], data=bytes(16))

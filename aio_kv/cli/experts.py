@@ -78,6 +78,11 @@ def pack(
 
     FILE appears when it is whole. The experts' bytes are not changed; the rest of the model is not copied.
     """
+    last = model[-1]
+    if len(model) > 1 and last.suffix == ".experts" and not last.exists():  # meant as what to write
+        raise LayoutError(
+            f"{last} does not exist: MODEL are the files of one model; give what to write as --to FILE"
+        )
     experts = ExpertMap.open(model, prefix=prefix)
     path = _default_target(model[0]) if target is None else target
     console = Console(stderr=True)

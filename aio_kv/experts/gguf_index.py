@@ -100,7 +100,12 @@ def _read_shard(path: Path, number: int, first: GgufShard) -> GgufShard:
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
-        hint = f"this is shard {number + 1} of {_split(first)[1]} of the model: fetch it as well"
+        count = _split(first)[1]
+        hint = (
+            f"this is shard {number + 1} of {count} of the model: fetch it as well"
+            if number < count
+            else f"{first.path.name} is a model of {count} shard{'s' * (count > 1)}: give only those"
+        )
         raise StorageError("open", errno=errno.ENOENT, file=str(path), hint=hint) from error
 
 
