@@ -34,6 +34,11 @@ def disk(
     loop: str = typer.Option("asyncio", metavar="LOOP", help="asyncio or uvloop."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on one line, the last of stdout."),
     quick: bool = typer.Option(False, "--quick", help="Small file, one short round: shows that it works."),
+    against: str = typer.Option(
+        None,
+        metavar="NAME,...",
+        help="Other libraries in the same rounds: kvikio, aiofiles, anyio, caio, deepspeed, torch.",
+    ),
 ) -> None:
     """Compare aio_kv with fio, thread pools and plain reads on the disk that holds DIR.
 
@@ -52,6 +57,7 @@ def disk(
         modes=modes,
         loop=loop,
         is_quick=quick,
+        against=against,
     )
     report = run_disk_benchmark(settings, Console(stderr=True))
     if as_json:
