@@ -7,7 +7,7 @@ import json
 import typer
 from rich.console import Console
 
-from aio_kv.cli import bench_cascade, bench_gpu
+from aio_kv.cli import bench_cascade, bench_gpu, bench_report
 
 __all__ = ["register"]
 
@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     group.command("disk")(disk)
     bench_gpu.register(group)
     bench_cascade.register(group)
+    bench_report.register(group)
     app.add_typer(group)
 
 
