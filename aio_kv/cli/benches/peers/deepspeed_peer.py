@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from aio_kv.cli.benches.peers.setup import Reader, Setup, import_of, widths_of
@@ -17,6 +18,8 @@ __all__ = ["DeepspeedPeer"]
 
 _SPLIT_FROM_NBYTES = 256 << 10
 _SPLITS = 4
+_WIDTH_MAX = 64  # above that handles only cost threads
+_CONTEXTS = 2  # a handle has one of its own and one for its thread
 
 
 class DeepspeedPeer:
@@ -37,13 +40,17 @@ class DeepspeedPeer:
     def setups(self, workload: Workload) -> Sequence[Setup]:
         """Several numbers of handles and sizes of the requests below them."""
         block, depth, lanes = workload.block, workload.shape.depth, workload.shape.in_flight
-        whole = [_Handles(max(width, lanes), block, depth) for width in widths_of(depth)]
+        widths = widths_of(min(depth, _WIDTH_MAX))
+        whole = [_Handles(max(width, lanes), block, 1) for width in widths]
         if block < _SPLIT_FROM_NBYTES:
             return whole
         split = [
-            _Handles(one.width, block // _SPLITS, depth) for one in whole if one.width * _SPLITS <= depth
+            _Handles(one.width, block // _SPLITS, _SPLITS) for one in whole if one.width * _SPLITS <= depth
         ]
         return whole + split
+
+
+_kept: dict[tuple[int, int], list[Any]] = {}
 
 
 @cache
@@ -68,11 +75,7 @@ class _Handles:
     @asynccontextmanager
     async def opened(self, path: str, workload: Workload) -> AsyncIterator[Reader]:
         torch, lanes = import_of("torch"), workload.shape.in_flight
-        make = _extension().aio_handle
-        handles = [
-            make(self.block_nbytes, self.queue_depth, False, True, 1)
-            for _ in range(self.width // lanes * lanes)
-        ]
+        handles = _handles(self.block_nbytes, self.queue_depth, self.width // lanes * lanes)
         # Into any other memory it would copy, with a buffer that it allocates for every read.
         window = handles[0].new_cpu_locked_tensor(len(workload.memory), torch.empty(0, dtype=torch.uint8))
         tensors = [
@@ -91,6 +94,25 @@ class _Handles:
         finally:
             tensors.clear()
             handles[0].free_cpu_locked_tensor(window)
+
+
+def _handles(block_nbytes: int, queue_depth: int, count: int) -> list[Any]:
+    """So many handles with one thread each; kept for the next run, since the kernel takes long to end one."""
+    kept = _kept.setdefault((block_nbytes, queue_depth), [])
+    missing = max(0, count - len(kept))
+    _check_events(missing * _CONTEXTS * queue_depth)
+    make = _extension().aio_handle
+    kept += [make(block_nbytes, queue_depth, False, True, 1) for _ in range(missing)]
+    return kept[:count]
+
+
+def _check_events(needed: int) -> None:
+    # Without them its native code does not raise but aborts the process.
+    used, most = (int(Path(f"/proc/sys/fs/{name}").read_text()) for name in ("aio-nr", "aio-max-nr"))
+    if used + needed > most:
+        raise OSError(
+            f"{needed} events of libaio are needed and {most - used} left: raise sysctl fs.aio-max-nr"
+        )
 
 
 def _read_all(handles: Sequence[Any], tensors: Sequence[Any], path: str, offsets: Sequence[int]) -> None:
