@@ -15,6 +15,7 @@ from aio_kv.cli.benches.workload import Batch, Workload
 __all__ = ["CaioPeer"]
 
 _KERNEL_VARIANTS = ("linux_uring", "linux_aio")
+_POOL_MAX = 64  # it takes less than 128
 
 
 class CaioPeer:
@@ -41,7 +42,7 @@ class CaioPeer:
         ways += [
             _Context("thread_aio", depth, (("pool_size", width),), is_direct)
             for is_direct in (True, False)
-            for width in widths_of(depth)
+            for width in widths_of(min(depth, _POOL_MAX))
         ]
         return [way for way in ways if getattr(caio, f"{way.variant}_asyncio", None) is not None]
 
