@@ -222,7 +222,7 @@ def fonts() -> None:
 @pytest.mark.usefixtures("fonts")
 def test_a_picture_of_the_plots(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "r.PNG"
-    said = run(RESULTS / "trace.jsonl", RESULTS / "cascade.jsonl", "-o", output, "--title", "Tiers")
+    said = run(RESULTS / "trace.jsonl", RESULTS / "cascade.jsonl", "--output", output, "--title", "Tiers")
     assert said.status == 0, said.stderr
     data = output.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")

@@ -26,10 +26,10 @@ def register(group: typer.Typer) -> None:
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="What benches printed with --json: one run a line."),
+        typer.Argument(metavar="FILE", help="What benches printed with --json: one run a line."),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the report goes: .html or .png.")
+        Path, typer.Option("--output", metavar="FILE", help="Where the report goes: .html or .png.")
     ] = Path("report.html"),
     title: Annotated[str, typer.Option("--title", metavar="TEXT", help="Its heading.")] = "aio_kv bench",
     as_json: Annotated[
@@ -39,9 +39,9 @@ def report(
     """Make one report with plots, tables and facts out of results of bench disk, gpu, cascade and experts bench.
 
     HTML has everything and loads nothing from elsewhere; PNG has the plots. Rows that cannot be shown are listed.
-    Needs matplotlib. Example:
+    Needs matplotlib.
 
-    aio-kv bench disk --json > disk.jsonl; aio-kv bench report disk.jsonl --output disk.html
+    Example: aio-kv bench report disk.jsonl gpu.jsonl --output bench.html
     """
     from aio_kv.cli.benches.report_input import load_runs
     from aio_kv.cli.benches.report_page import facts_of, html_of
