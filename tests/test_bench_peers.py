@@ -24,6 +24,7 @@ from rich.progress import Progress
 from aio_kv import LayerFiles, LayoutError
 from aio_kv.cli.benches.desk import Desk
 from aio_kv.cli.benches.measure import ContenderFailed
+from aio_kv.cli.benches.peers.deepspeed_peer import check_events
 from aio_kv.cli.benches.peers.run import PEERS, PeerRun, best_run, check_bytes, why_not
 from aio_kv.cli.benches.peers.setup import Reader, all_of, places_of, widths_of
 from aio_kv.cli.benches.settings import PEER_NAMES, DiskSettings, parse_settings
@@ -255,3 +256,12 @@ def test_the_command_has_them_in_the_same_rounds(tmp_path: Path) -> None:
     assert {"vs_caio", "cpu_vs_caio", "vs_anyio"} <= report["ratios"].keys()
     assert report["machine"]["caio"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/sys/fs/aio-max-nr").exists(), reason="this kernel has no libaio")
+def test_deepspeed_is_not_asked_for_more_than_the_kernel_grants() -> None:
+    """Its native code would abort the process."""
+    most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    with pytest.raises(OSError, match=r"raise sysctl fs\.aio-max-nr"):
+        check_events(most + 1)
+    check_events(0)

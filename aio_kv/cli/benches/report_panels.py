@@ -81,13 +81,19 @@ def _facets_by_block(rows: Sequence[dict[str, Any]], name: str) -> tuple[Facet, 
     facets = []
     for block in dict.fromkeys(row["block"] for row in rows):
         bars = tuple(
-            Bar(str(row["engine"]), float(row[name]), str(row["engine"]).startswith(_OURS))
+            Bar(_label_of(row), float(row[name]), str(row["engine"]).startswith(_OURS))
             for row in rows
             if row["block"] == block and row.get(name) is not None
         )
         if bars:
             facets.append(Facet(name_of(int(block)) if block else "", bars))
     return tuple(facets)
+
+
+def _label_of(row: dict[str, Any]) -> str:
+    # A mode is called direct although some peers cannot read so.
+    is_buffered = str(row.get("cache") or "").startswith("emptied")
+    return f"{row['engine']} (buffered)" if is_buffered else str(row["engine"])
 
 
 def _facet_of(row: dict[str, Any]) -> Facet:

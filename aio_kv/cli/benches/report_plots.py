@@ -98,7 +98,7 @@ def _draw_facet(axes: Any, facet: Facet, unit: str) -> None:
     colors = [_OURS if bar.is_ours else _OTHERS for bar in facet.bars]
     places = range(len(facet.bars))
     bars = axes.barh(places, values, color=colors, height=0.7)
-    axes.bar_label(bars, [f" {_figure_text(value)}" for value in values], fontsize=7, color=_INK)
+    axes.bar_label(bars, [_figure_text(value) for value in values], padding=3, fontsize=7, color=_INK)
     axes.set_yticks(places, [bar.label for bar in facet.bars], fontsize=7)
     axes.invert_yaxis()
     axes.margins(x=0.3)

@@ -14,7 +14,7 @@ from typing import Any
 from aio_kv.cli.benches.peers.setup import Reader, Setup, import_of, widths_of
 from aio_kv.cli.benches.workload import Batch, Workload
 
-__all__ = ["DeepspeedPeer"]
+__all__ = ["DeepspeedPeer", "check_events"]
 
 _SPLIT_FROM_NBYTES = 256 << 10
 _SPLITS = 4
@@ -100,14 +100,14 @@ def _handles(block_nbytes: int, queue_depth: int, count: int) -> list[Any]:
     """So many handles with one thread each; kept for the next run, since the kernel takes long to end one."""
     kept = _kept.setdefault((block_nbytes, queue_depth), [])
     missing = max(0, count - len(kept))
-    _check_events(missing * _CONTEXTS * queue_depth)
+    check_events(missing * _CONTEXTS * queue_depth)
     make = _extension().aio_handle
     kept += [make(block_nbytes, queue_depth, False, True, 1) for _ in range(missing)]
     return kept[:count]
 
 
-def _check_events(needed: int) -> None:
-    # Without them its native code does not raise but aborts the process.
+def check_events(needed: int) -> None:
+    """Raise `OSError` where libaio has too few events left: DeepSpeed would abort the process."""
     used, most = (int(Path(f"/proc/sys/fs/{name}").read_text()) for name in ("aio-nr", "aio-max-nr"))
     if used + needed > most:
         raise OSError(
