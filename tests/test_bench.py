@@ -47,7 +47,7 @@ COMMAND = [sys.executable, "-m", "aio_kv", "bench", "disk"]
 BLOCKS = ("4096", "65536")
 ROW_NAMES = {
     *("engine", "mode", "block", "gb_s", "iops", "p50_us", "p99_us", "cpu_s_per_gb"),
-    *("loop_lag_ms_p50", "latency_of", "process_cpu_s_per_gb", "rounds", "note"),
+    *("loop_lag_ms_p50", "latency_of", "process_cpu_s_per_gb", "rounds", "note", "cache"),
 }
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 

@@ -118,8 +118,16 @@ def hooks() -> Any:
 @pytest.mark.slow
 def test_the_command_line_is_described_whole(hooks: Any) -> None:
     page = hooks.on_page_markdown((REFERENCE / "cli.md").read_text())
-    assert {"demo", "doctor", "bench disk", "bench gpu", "experts ls", "experts pack"} <= commands_in(page)
-    for command in ("doctor", "bench disk"):
+    assert {
+        "demo",
+        "doctor",
+        "bench disk",
+        "bench gpu",
+        "bench report",
+        "experts ls",
+        "experts pack",
+    } <= commands_in(page)
+    for command in ("doctor", "bench disk", "bench report"):
         said = subprocess.run(
             [sys.executable, "-m", "aio_kv", *command.split(), "--help"],
             capture_output=True,

@@ -7,7 +7,7 @@ import json
 import typer
 from rich.console import Console
 
-from aio_kv.cli import bench_cascade, bench_gpu
+from aio_kv.cli import bench_cascade, bench_gpu, bench_report
 
 __all__ = ["register"]
 
@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     group.command("disk")(disk)
     bench_gpu.register(group)
     bench_cascade.register(group)
+    bench_report.register(group)
     app.add_typer(group)
 
 
@@ -34,6 +35,11 @@ def disk(
     loop: str = typer.Option("asyncio", metavar="LOOP", help="asyncio or uvloop."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on one line, the last of stdout."),
     quick: bool = typer.Option(False, "--quick", help="Small file, one short round: shows that it works."),
+    against: str = typer.Option(
+        None,
+        metavar="NAME,...",
+        help="Other libraries in the same rounds: kvikio, aiofiles, anyio, caio, deepspeed, torch.",
+    ),
 ) -> None:
     """Compare aio_kv with fio, thread pools and plain reads on the disk that holds DIR.
 
@@ -52,6 +58,7 @@ def disk(
         modes=modes,
         loop=loop,
         is_quick=quick,
+        against=against,
     )
     report = run_disk_benchmark(settings, Console(stderr=True))
     if as_json:

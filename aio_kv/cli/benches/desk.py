@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from rich.progress import Progress
 
 from aio_kv.blockdevice import block_device_of
-from aio_kv.cli.benches.measure import Contender, alternating
+from aio_kv.cli.benches.measure import Contender, ContenderFailed, alternating
+from aio_kv.cli.benches.peers.setup import Peer
 from aio_kv.cli.benches.results import Report, Rounds
 from aio_kv.cli.benches.settings import DiskSettings
 from aio_kv.cli.heartbeat import heartbeat, idle_lag, lag_of
@@ -29,6 +30,7 @@ class Desk:
         self.report = Report()
         self.device = block_device_of(scratch)
         self.has_fio = False
+        self.peers: Sequence[Peer] = ()
         self._scratch = scratch
         self._progress = progress
         self._task = progress.add_task("looking around", total=None)
@@ -62,15 +64,23 @@ class Desk:
         """Run every contender once per round, in alternating order; then, apart from that, measure loop lags.
 
         Lags are apart because the heartbeat takes a few percent of a core, which is more than the fastest contenders.
+        One that fails is remarked on and left out, in all rounds.
         """
-        result = Rounds()
+        result, failed = Rounds(), set[str]()
         for number in range(self.settings.rounds):
             self.say(f"{title}, round {number + 1} of {self.settings.rounds}")
-            ordered = alternating(contenders, number)
+            ordered = [one for one in alternating(contenders, number) if one.name not in failed]
             for contender in ordered:
-                result.add(contender.name, await contender.drive(self.settings.seconds * contender.share))
+                try:
+                    sample = await contender.drive(self.settings.seconds * contender.share)
+                except ContenderFailed as failure:
+                    self.report.remark(f"no {contender.name} row of {title}: {failure}")
+                    failed.add(contender.name)
+                    result.samples.pop(contender.name, None)
+                else:
+                    result.add(contender.name, sample)
             if has_lags:
-                await self._measure_lags(ordered, result)
+                await self._measure_lags([one for one in ordered if one.name not in failed], result)
             self.advance()
         return result
 

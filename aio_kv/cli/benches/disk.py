@@ -16,6 +16,7 @@ from aio_kv.cli.benches.desk import Desk, name_of
 from aio_kv.cli.benches.fio import fio_version, why_no_fio
 from aio_kv.cli.benches.machine import machine_facts
 from aio_kv.cli.benches.mixed_reads import bench_mixed_reads
+from aio_kv.cli.benches.peers.run import peers_to_run
 from aio_kv.cli.benches.results import Report
 from aio_kv.cli.benches.settings import DiskSettings
 from aio_kv.cli.benches.single_reads import bench_single_reads
@@ -64,6 +65,8 @@ async def _run(settings: DiskSettings, scratch: str, progress: Progress) -> Repo
     desk = Desk(settings, scratch, progress)
     desk.report.machine = machine_facts(scratch, loop=settings.loop, fio=await fio_version())
     modes = await _possible_modes(desk)
+    if "direct" in modes:
+        desk.peers = peers_to_run(desk)
     desk.expect(sum(_sets_of_rounds(desk, block, modes) for block in settings.blocks))
     for block in settings.blocks:
         await _bench_block(desk, block, modes)

@@ -1,4 +1,4 @@
-"""aiofiles and anyio, which serve asyncio programs with files. Neither takes O_DIRECT: they use the page cache."""
+"""aiofiles and anyio, which serve asyncio programs with files, as most programs use them: through the page cache."""
 
 from __future__ import annotations
 

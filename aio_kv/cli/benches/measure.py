@@ -15,6 +15,7 @@ from aio_kv.cli.benches.workload import Batch, Workload
 
 __all__ = [
     "Contender",
+    "ContenderFailed",
     "Named",
     "Sample",
     "alternating",
@@ -89,6 +90,10 @@ class Contender(Named, Protocol):
 
     async def drive(self, seconds: float) -> Sample:
         """Run for about `seconds`."""
+
+
+class ContenderFailed(Exception):
+    """A contender that is not ours could not do its part: it takes no further part, and the message says why."""
 
 
 def alternating(contenders: Sequence[T], number: int) -> Sequence[T]:

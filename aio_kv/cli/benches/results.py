@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -19,7 +19,8 @@ class Row:
     """One contender in one mode at one block size, in medians over its rounds; None where a figure does not apply.
 
     `gb_s` counts 10^9 bytes. Latencies are of one `latency_of`. `cpu_s_per_gb` is user and system time of all threads;
-    where it leaves out the start of a process, `process_cpu_s_per_gb` has it.
+    where it leaves out the start of a process, `process_cpu_s_per_gb` has it. `cache` is what a peer does
+    about the page cache.
     """
 
     engine: str
@@ -35,6 +36,7 @@ class Row:
     process_cpu_s_per_gb: float | None = None
     rounds: int = 0
     note: str = ""
+    cache: str | None = None
 
 
 @dataclass(slots=True)
@@ -68,7 +70,15 @@ class Rounds:
         return median(ratios) if ratios else None
 
 
-def row_of(contender: Named, rounds: Rounds, *, mode: str, block: int, has_cpu: bool = True) -> Row:
+def row_of(
+    contender: Named,
+    rounds: Rounds,
+    *,
+    mode: str,
+    block: int,
+    has_cpu: bool = True,
+    cache: str | None = None,
+) -> Row:
     """The row of one contender; `has_cpu` says whether its CPU time is its own."""
     samples = rounds.samples[contender.name]
     return Row(
@@ -85,6 +95,7 @@ def row_of(contender: Named, rounds: Rounds, *, mode: str, block: int, has_cpu: 
         process_cpu_s_per_gb=_median(_process_cpu(sample) for sample in samples),
         rounds=len(samples),
         note=contender.note,
+        cache=cache,
     )
 
 
@@ -109,11 +120,22 @@ class Report:
     remarks: list[str] = field(default_factory=list)
 
     def add_rows(
-        self, contenders: Sequence[Named], rounds: Rounds, *, mode: str, block: int, has_cpu: bool = True
+        self,
+        contenders: Sequence[Named],
+        rounds: Rounds,
+        *,
+        mode: str,
+        block: int,
+        has_cpu: bool = True,
+        caches: Mapping[str, str] | None = None,
     ) -> None:
-        """Append the rows of contenders."""
+        """Append the rows of contenders; `caches` is what those named do about the page cache."""
         for contender in contenders:
-            self.rows.append(row_of(contender, rounds, mode=mode, block=block, has_cpu=has_cpu))
+            if contender.name in rounds.samples:
+                cache = (caches or {}).get(contender.name)
+                self.rows.append(
+                    row_of(contender, rounds, mode=mode, block=block, has_cpu=has_cpu, cache=cache)
+                )
 
     def add_ratio(self, name: str, value: float | None, *, block: int | None = None) -> None:
         """Enter a ratio, under its block size if it has one; None is left out."""

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from aio_kv.cli.benches.workload import shape_of
 from aio_kv.errors import LayoutError, UnavailableError
 
-__all__ = ["DiskSettings", "parse_settings"]
+__all__ = ["PEER_NAMES", "DiskSettings", "parse_settings"]
 
 _MIB = 1 << 20
 _LOOPS = ("asyncio", "uvloop")
 _MODES = ("direct", "warm")
+PEER_NAMES = ("kvikio", "aiofiles", "anyio", "caio", "deepspeed", "torch")
 _BLOCKS = (4096, 64 << 10, 256 << 10, _MIB)
 _BLOCK_NBYTES_MAX = 4 * _MIB
 
@@ -32,6 +33,7 @@ class DiskSettings:
     modes: tuple[str, ...]
     loop: str
     is_quick: bool
+    against: tuple[str, ...] = ()
 
 
 def parse_settings(
@@ -44,6 +46,7 @@ def parse_settings(
     modes: str | None,
     loop: str,
     is_quick: bool,
+    against: str | None = None,
 ) -> DiskSettings:
     """Check the options; None means the default, which `--quick` makes smaller.
 
@@ -66,7 +69,12 @@ def parse_settings(
         modes=_words("--modes", modes, _MODES),
         loop=loop,
         is_quick=is_quick,
+        against=() if against is None else _words("--against", against, PEER_NAMES),
     )
+    if settings.against and "direct" not in settings.modes:
+        raise LayoutError(
+            f"--against is {against!r}: peers take part in direct reads, which --modes leaves out"
+        )
     _check_size(settings)
     return settings
 

@@ -11,9 +11,10 @@ from rich.table import Table
 from aio_kv.cli.benches.desk import name_of
 from aio_kv.cli.benches.results import Report, Row
 
-__all__ = ["print_report"]
+__all__ = ["figure_of", "mode_title", "print_report"]
 
 _WIDTH_MIN = 140
+_WIDTH_WITH_PEERS = 200
 _TITLES = {
     "direct": "Direct reads (past the page cache), flat out, into a window of as many blocks as fio uses",
     "direct-spread": "The same with a place in memory for every block that is asked for, and fio as deep as that",
@@ -30,10 +31,16 @@ _TITLES = {
 }
 
 
+def mode_title(mode: str) -> str:
+    """What a mode is, in words."""
+    return _TITLES.get(mode, mode)
+
+
 def print_report(report: Report, console: Console) -> None:
     """Print machine, rows by mode, ratios and remarks."""
     # Folded cells cannot be read: in a narrow terminal, or in none, long lines are the lesser evil.
-    console.width = max(console.width, _WIDTH_MIN)
+    has_peers = any(row.cache for row in report.rows)
+    console.width = max(console.width, _WIDTH_WITH_PEERS if has_peers else _WIDTH_MIN)
     facts = ", ".join(f"{name} {value}" for name, value in report.machine.items() if value is not None)
     console.print(facts, highlight=False)
     modes = list(dict.fromkeys(row.mode for row in report.rows))
@@ -45,19 +52,23 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _table(mode: str, rows: list[Row]) -> Table:
-    table = Table(title=_TITLES.get(mode, mode), title_justify="left", title_style="bold")
+    table = Table(title=mode_title(mode), title_justify="left", title_style="bold")
     table.add_column("block")
     table.add_column("engine")
     for name in ("GB/s", "IOPS", "p50 us", "p99 us", "CPU s/GB", "loop lag ms"):
         table.add_column(name, justify="right")
+    has_cache = any(row.cache for row in rows)
     table.add_column("latency of")
+    if has_cache:
+        table.add_column("page cache")
     table.add_column("note")
     for block, group in groupby(rows, key=lambda row: row.block):
         for index, row in enumerate(group):
             label = name_of(block) if index == 0 and block else ""
             figures = (row.gb_s, row.iops, row.p50_us, row.p99_us, row.cpu_s_per_gb, row.loop_lag_ms_p50)
-            cells = [_figure(value) for value in figures]
-            table.add_row(label, row.engine, *cells, row.latency_of or "", row.note)
+            cells = [figure_of(value) for value in figures]
+            caches = [row.cache or ""] if has_cache else []
+            table.add_row(label, row.engine, *cells, row.latency_of or "", *caches, row.note)
         table.add_section()
     return table
 
@@ -75,12 +86,13 @@ def _ratio_table(ratios: dict[str, Any]) -> Table:
         table.add_column(name_of(int(block)), justify="right")
     for name, value in ratios.items():
         by_block = value if isinstance(value, dict) else {}
-        alone = "" if by_block else _figure(value)
-        table.add_row(name, alone, *(_figure(by_block.get(block)) for block in blocks))
+        alone = "" if by_block else figure_of(value)
+        table.add_row(name, alone, *(figure_of(by_block.get(block)) for block in blocks))
     return table
 
 
-def _figure(value: float | None) -> str:
+def figure_of(value: float | None) -> str:
+    """A figure with three digits, or all of them before the point; empty for None."""
     if value is None:
         return ""
     if abs(value) >= 1000:

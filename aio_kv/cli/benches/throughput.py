@@ -11,6 +11,7 @@ from aio_kv.cli.benches.desk import IDLE, Desk, name_of
 from aio_kv.cli.benches.file_libraries import LibraryRun, installed_libraries
 from aio_kv.cli.benches.fio import FioRun
 from aio_kv.cli.benches.measure import Contender
+from aio_kv.cli.benches.peers.run import best_run
 from aio_kv.cli.benches.results import Rounds, Row
 from aio_kv.cli.benches.thread_pool import BlockingRun, best_pool
 from aio_kv.cli.benches.workload import Workload
@@ -63,15 +64,20 @@ async def bench_direct(desk: Desk, files: LayerFiles) -> None:
         ]
         if desk.has_fio:
             contenders.insert(1, FioRun(files.path_of(0), workload, depth=workload.shape.depth))
+        peers = [await best_run(desk, peer, files, workload, _tuning_seconds(desk)) for peer in desk.peers]
+        taking_part = [peer for peer in peers if peer is not None]
+        contenders += taking_part
         rounds = await desk.run_rounds(contenders, title, has_lags=True)
-    report.add_rows(contenders, rounds, mode="direct", block=block)
+    caches = {peer.name: peer.cache for peer in taking_part}
+    report.add_rows(contenders, rounds, mode="direct", block=block, caches=caches)
     _add_idle_row(desk, rounds)
     _add_direct_ratios(desk, rounds, block)
 
 
 def _add_direct_ratios(desk: Desk, rounds: Rounds, block: int) -> None:
     report = desk.report
-    for label, other in (("fio", "fio"), ("threads", "thread-pool"), ("preadv_loop", "preadv-loop")):
+    usual = (("fio", "fio"), ("threads", "thread-pool"), ("preadv_loop", "preadv-loop"))
+    for label, other in (*usual, *((peer.name, peer.name) for peer in desk.peers)):
         report.add_ratio(f"vs_{label}", rounds.ratio("aio_kv", other, lambda s: s.gb_s), block=block)
         report.add_ratio(
             f"cpu_vs_{label}", rounds.ratio("aio_kv", other, lambda s: s.cpu_s_per_gb), block=block
