@@ -186,6 +186,7 @@ class Engine:
         self._lib = _akv.lib
         self._submit = _akv.lib.akv_engine_submit
         self._rouse = _akv.lib.akv_engine_rouse
+        self._read_one = _akv.lib.akv_engine_read_one
         self._from_buffer = _akv.ffi.from_buffer
         self._null = _akv.ffi.NULL
         source = _akv.lib.AKV_SOURCE_URING if uring else _akv.lib.AKV_SOURCE_THREADS
@@ -308,9 +309,20 @@ class Engine:
         The batch is recorded in `record` (`aio_kv.plan.new_record(1)`). None where `submit` would raise.
         """
         memory, ring = self._from_buffer("char[]", record, True), self._idlest()
-        arguments = file, file_offset, nbytes, into, len(into), memory, len(record)
+        into_nbytes, record_nbytes = len(into), len(record)
         with self._lock:
-            number = self._lib.akv_engine_read_one(self._open_handle(), ring, priority, *arguments)
+            number = self._read_one(
+                self._open_handle(),
+                ring,
+                priority,
+                file,
+                file_offset,
+                nbytes,
+                into,
+                into_nbytes,
+                memory,
+                record_nbytes,
+            )
             if number < 0:
                 return None
             return self._taken(number, (memory, into), 1, ring)
@@ -512,7 +524,7 @@ class Engine:
     def _open_handle(self) -> Any:
         if self._handle is None:
             raise ClosedError("the engine is closed: open a new backend")
-        return self._check_process()
+        return self._handle if _forked_from is None else self._check_process()
 
     def _check_process(self) -> Any:
         if _forked_from is not None and os.getpid() != self._pid:

@@ -62,7 +62,10 @@ class AsyncioBinding:
                 require_current(self)
             transfer.dispatcher.spin(transfer)
         if transfer.is_done or (until_enqueued and transfer.is_enqueued):
-            await self._yield_now_and_then()
+            self._unyielding += 1  # as `_yield_now_and_then`, without the price of a coroutine
+            if self._unyielding >= _UNYIELDING_MAX:
+                self._unyielding = 0
+                await asyncio.sleep(0)
             return
         self._unyielding = 0
         timer = self._deadline_timer(transfer)

@@ -15,6 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic_ns
 
 import numpy as np
 
@@ -68,6 +69,8 @@ class Dispatcher:
         self._batch_ops_max = min(_CHUNK_OPS, engine.options.max_requests)
         self._spin_us = engine.options.await_spin_us
         self._spins = self._spin_misses = 0
+        self._awake_until_ns = 0  # after news the engine looks for more by itself for spin_us
+        self._awake_ns = engine.options.spin_us * 400
         self._active: dict[Transfer, None] = {}
         self._writers: dict[Transfer, None] = {}
         self._unfed: tuple[deque[Transfer], ...] = (deque(), deque(), deque())
@@ -114,8 +117,8 @@ class Dispatcher:
         )
 
     def announce(self) -> None:
-        """A small transfer is about to be started: where nothing is in flight, have the engine wake up meanwhile."""
-        if not self._active:
+        """A small transfer is about to be started: have an engine that may be asleep wake up meanwhile."""
+        if not self._active and monotonic_ns() > self._awake_until_ns:
             self.engine.rouse()
 
     def adopt(self, transfer: Transfer, ticket: Ticket) -> None:
@@ -190,6 +193,7 @@ class Dispatcher:
             if not transfer.is_done and (news := self.engine.drain(self._spin_us)):
                 self._digest(news)
         self._spin_misses = 0 if transfer.is_done else self._spin_misses + 1
+        self._awake_until_ns = monotonic_ns() + self._awake_ns if transfer.is_done else 0
 
     def drain(self) -> None:
         """Take what the engine has news of; finish, release and feed what that allows."""
@@ -229,7 +233,8 @@ class Dispatcher:
         if transfer.worst:
             self._counts["failed"] += 1
         dependents, transfer.dependents = transfer.dependents, None
-        transfer.release_regions()
+        if transfer.regions:
+            transfer.release_regions()
         transfer.finish()
         for dependent in dependents or ():
             dependent.blockers -= 1

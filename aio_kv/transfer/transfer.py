@@ -229,6 +229,8 @@ class Transfer:
         self.owner = None
         if self.stream is not None:
             self.stream.release()
+        if self._waiters is None and self._enqueued_waiters is None:
+            return
         waiters = (self._waiters or []) + (self._enqueued_waiters or [])
         self._waiters = self._enqueued_waiters = None
         for wake in waiters:
