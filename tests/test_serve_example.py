@@ -189,6 +189,43 @@ async def test_with_whole_passes_every_value_is_the_same_to_the_last_bit(
 
 
 @on_one_loop
+async def test_a_long_prompt_that_comes_again_is_restored_but_for_its_last_token(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    """Also the rest behind its last whole block, and the values are those that were computed, to the last bit."""
+    layout = model.layout(num_blocks=64, block_size=16)
+    pool = SlabPool(layout, count=1, capacity=512, dtype=model.dtype)
+    values = torch.frombuffer(pool.memory, dtype=torch.uint8)
+    prompt = model.tokens_of(PREFIX * 3)[:283]
+    longer = [*prompt[:-1], *range(300, 330)]
+    opening = PrefixCache.open(
+        tmp_path, layout, memory=pool.memory, namespace="test", ram_bytes=64 << 20, grain=16
+    )
+
+    async def values_after(
+        completer: Completer, tokens: list[int], *, use_cache: bool = True
+    ) -> tuple[list[int], Any]:
+        values.zero_()
+        async with aclosing(completer.complete(tokens, 2, use_cache=use_cache)) as pieces:
+            said = [piece.token async for piece in pieces]
+        return said, values.clone()
+
+    async with opening as cache:
+        completer = Completer(model, pool, cache)
+        said, computed = await values_after(completer, prompt, use_cache=False)
+        assert (await values_after(completer, prompt))[0] == said
+        assert cache.hit == 0
+        again, restored = await values_after(completer, prompt)
+        assert cache.hit == 282
+        assert again == said
+        slab = (1, layout.num_layers, 2, layout.num_kv_heads, 512, -1)
+        assert torch.equal(restored.view(slab)[..., :284, :], computed.view(slab)[..., :284, :])
+        # Another prompt that goes on from there shares the whole blocks, and not the part of one.
+        await values_after(completer, longer)
+        assert cache.hit == 282 + 272
+
+
+@on_one_loop
 async def test_the_load_script_drives_a_running_server(model: LanguageModel, tmp_path: Path) -> None:
     async with serving(model, tmp_path) as client:
         process = await asyncio.create_subprocess_exec(

@@ -26,7 +26,10 @@ def test_a_digest_says_everything_before_the_block() -> None:
     tokens = list(range(12))
     digests = digests_of(tokens, block_size=4, namespace="model")
     assert len(set(digests)) == 3
-    assert digests_of([*tokens, 99], block_size=4, namespace="model") == digests  # 99 fills no block
+    # What fills no block has a digest as well, which is not that of a block that begins so.
+    part = digests_of([*tokens, 99], block_size=4, namespace="model")
+    assert part[:3] == digests
+    assert part[3] != digests_of([*tokens, 99, 0], block_size=4, namespace="model")[3]
     other = digests_of([99, *tokens[1:]], block_size=4, namespace="model")
     assert not set(other) & set(digests)
     assert not set(digests_of(tokens, block_size=4, namespace="other model")) & set(digests)

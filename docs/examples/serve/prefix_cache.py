@@ -19,12 +19,15 @@ __all__ = ["PrefixCache"]
 
 _INDEX_FILE = "prefix-index.json"
 _BLOCKS_AT_ONCE = 32
+_TAIL_FROM = 256  # tokens: of a shorter prompt the rest is read in less time than the last token's own pass takes
 
 
 class PrefixCache:
     """Keeps blocks of prompts, at most as many as the layout has. Counts tokens: `asked`, and `hit` of them.
 
     Only the first `grain`-fold tokens of a prompt are kept and looked for; `grain` is a multiple of the block size.
+    With the block size itself, the rest of a long prompt is kept as well, as a part of a block: the same prompt again
+    is restored but for its last token, from which the model starts.
     """
 
     def __init__(self, kv: Any, index: PrefixIndex, *, namespace: str, grain: int) -> None:
@@ -67,7 +70,10 @@ class PrefixCache:
 
     def kept_tokens(self, tokens: Sequence[int]) -> int:
         """How many tokens of a prompt can be kept. The last one never is: the model needs one to start from."""
-        return (len(tokens) - 1) // self._grain * self._grain
+        before_last = len(tokens) - 1
+        if self._grain == self._layout.block_size and before_last >= _TAIL_FROM:
+            return before_last
+        return before_last // self._grain * self._grain
 
     async def restore(self, slab: Slab, tokens: Sequence[int]) -> int:
         """Fill an empty slab with the longest prefix of `tokens` that is kept; gives its length in tokens.
@@ -77,15 +83,16 @@ class PrefixCache:
         digests = self._digests(tokens)
         self.asked += len(tokens)
         with self._index.lease(digests) as slots:
-            size = self._layout.block_size
-            blocks = len(slots) * size // self._grain * self._grain // size
+            size, kept = self._layout.block_size, self.kept_tokens(tokens)
+            found = kept if len(slots) == len(digests) else len(slots) * size // self._grain * self._grain
+            blocks = -(-found // size)
             try:
                 await self._move(self.kv.read_groups, slab, range(blocks), slots[:blocks])
             except TransferError:
                 self._index.forget(digests[:blocks])
                 return 0
-        slab.length = blocks * size
-        self.hit += slab.length
+        slab.length = found
+        self.hit += found
         return slab.length
 
     async def save(self, slab: Slab, tokens: Sequence[int]) -> None:

@@ -27,11 +27,12 @@ _FORMAT = "aio-kv example prefix index 1"
 
 
 def digests_of(tokens: Sequence[int], *, block_size: int, namespace: str) -> list[str]:
-    """Return the chained digest of every whole block of `tokens`."""
-    whole = np.asarray(tokens, dtype="<i4")[: len(tokens) // block_size * block_size]
+    """Return the chained digest of every block of `tokens`; the last block may be a part of one."""
+    numbers = np.asarray(tokens, dtype="<i4")
     parent = hashlib.blake2b(namespace.encode(), digest_size=16).digest()
     digests = []
-    for block in whole.reshape(-1, block_size):
+    for first in range(0, len(numbers), block_size):
+        block = numbers[first : first + block_size]
         parent = hashlib.blake2b(parent + block.tobytes(), digest_size=16).digest()
         digests.append(parent.hex())
     return digests
