@@ -18,7 +18,7 @@ from aio_kv import CascadeBackend, GroupLayout, NotDurableError, TransferError, 
 __all__ = ["PrefixCache"]
 
 _INDEX_FILE = "prefix-index.json"
-_BLOCKS_AT_ONCE = 32
+_BLOCKS_AT_ONCE = 96
 _TAIL_FROM = 256  # tokens: of a shorter prompt the rest is read in less time than the last token's own pass takes
 
 
@@ -116,7 +116,7 @@ class PrefixCache:
     async def _move(self, start: Any, slab: Slab, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Transfers of a layer's next few blocks, all in flight, each started in a turn of its own.
 
-        Others run in between: hits in memory are copied in the call, half a millisecond for so many blocks.
+        Others run in between: hits in memory are copied in the call, most of a millisecond for so many blocks.
         """
         transfers: list[Any] = []
         parts = [slice(first, first + _BLOCKS_AT_ONCE) for first in range(0, len(blocks), _BLOCKS_AT_ONCE)]
