@@ -188,6 +188,17 @@ def test_what_a_library_raises_is_a_remark(files: LayerFiles, desk: Desk) -> Non
     assert desk.report.remarks == ["no wrong rows: wrong failed: ValueError: no luck; it needs more care"]
 
 
+def test_one_without_any_way_to_read_is_a_remark(
+    files: LayerFiles, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As caio is where no wheel of it has compiled parts."""
+    monkeypatch.setattr(WrongPeer, "setups", lambda peer, workload: ())
+    peer = WrongPeer(OffByOne(Path(files.path_of(0))))
+    workload = Workload(files.layout, shape=SHAPE)
+    assert asyncio.run(best_run(desk, peer, files, workload, 0.01)) is None
+    assert desk.report.remarks == ["no wrong rows: it offers no way to read here"]
+
+
 def test_one_that_fails_in_a_round_is_left_out(files: LayerFiles, desk: Desk) -> None:
     """The others go on, and nothing of it is in the rows."""
     path, workload = files.path_of(0), Workload(files.layout, shape=SHAPE)

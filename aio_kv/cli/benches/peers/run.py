@@ -140,7 +140,11 @@ async def best_run(
             runs[run] = -math.inf
     best = max(runs, key=lambda run: runs[run], default=None)
     if best is None or runs[best] <= 0:
-        desk.report.remark(f"no {peer.name} rows: {_with_needs(peer, problems[0])}")
+        if problems:
+            reason = _with_needs(peer, problems[0])
+        else:
+            reason = f"it read nothing within {seconds:.2g} s" if order else "it offers no way to read here"
+        desk.report.remark(f"no {peer.name} rows: {reason}")
         return None
     best.note += f" (best of {len(order)})"
     return best
