@@ -14,6 +14,9 @@ import anyio
 import pytest
 from backends import Make, make_backend
 from loops import every_loop, on_one_loop
+
+pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
+
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
