@@ -15,6 +15,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 COMMANDS_MARK = "<!-- commands -->"
+_EXAMPLES = re.compile(r"^(Examples?:)\n\n((?:aio-kv .*\n+)+)", re.MULTILINE)
 _STATE_DIAGRAM = re.compile(r"^```mermaid\nstateDiagram-v2\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TRANSITION = re.compile(r"^\s*(\S+) --> (\S+?)(?:\s*:\s*(.+))?$")
 # What a browser fetches by itself when it shows a page; links that a reader may follow are not among it.
@@ -27,7 +28,13 @@ def command_line_reference() -> str:
     """Every command with its options, as typer describes them, in Markdown without the first heading."""
     command = [sys.executable, "-m", "typer", "aio_kv.cli", "utils", "docs", "--name", "aio-kv"]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    return text.partition("\n")[2]
+    return _EXAMPLES.sub(examples_as_code, text.partition("\n")[2])
+
+
+def examples_as_code(match: re.Match[str]) -> str:
+    """Examples, each a paragraph, as one block of commands."""
+    lines = "\n".join(f"$ {line}" for line in match[2].split("\n") if line)
+    return f"{match[1]}\n\n```console\n{lines}\n```\n\n"
 
 
 def transitions_as_table(match: re.Match[str]) -> str:

@@ -127,6 +127,7 @@ def test_the_command_line_is_described_whole(hooks: Any) -> None:
         "experts ls",
         "experts pack",
     } <= commands_in(page)
+    assert "Examples:\n\n```console\n$ aio-kv doctor\n$ aio-kv doctor --dir /mnt/nvme --json\n```\n" in page
     for command in ("doctor", "bench disk", "bench report"):
         said = subprocess.run(
             [sys.executable, "-m", "aio_kv", *command.split(), "--help"],

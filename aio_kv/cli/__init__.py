@@ -10,7 +10,9 @@ import sys
 
 import typer
 
+from aio_kv import __version__
 from aio_kv.cli import bench, demo, doctor, experts
+from aio_kv.cli.examples import epilog_of
 from aio_kv.errors import AioKvError
 
 __all__ = ["app", "main"]
@@ -18,15 +20,25 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="aio-kv",
     help="Move KV-cache groups between files and memory.",
+    epilog=epilog_of(""),
     no_args_is_help=True,
     add_completion=True,
 )
 
 
-@app.callback()
-def _commands() -> None:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"aio_kv {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=epilog_of(""))
+def _commands(
+    version: bool = typer.Option(
+        False, "--version", help="Say which version this is.", callback=_print_version, is_eager=True
+    ),
+) -> None:
     """Move KV-cache groups between files and memory."""
-    # Without this, typer makes an application of one command that command itself.
 
 
 for command in (demo, doctor, bench, experts):

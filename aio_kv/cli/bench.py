@@ -8,14 +8,17 @@ import typer
 from rich.console import Console
 
 from aio_kv.cli import bench_cascade, bench_gpu, bench_report
+from aio_kv.cli.examples import epilog_of
 
 __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    group = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True)
-    group.command("disk")(disk)
+    group = typer.Typer(
+        name="bench", help="Measure this machine.", no_args_is_help=True, epilog=epilog_of("bench")
+    )
+    group.command("disk", epilog=epilog_of("bench disk"))(disk)
     bench_gpu.register(group)
     bench_cascade.register(group)
     bench_report.register(group)

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from aio_kv.cli.examples import epilog_of
+
 if TYPE_CHECKING:
     from aio_kv.cli.bench_cascade_trace import TraceRow
 
@@ -20,7 +22,7 @@ __all__ = ["cascade", "register"]
 
 def register(group: typer.Typer) -> None:
     """Add the command to the group `bench`."""
-    group.command("cascade")(cascade)
+    group.command("cascade", epilog=epilog_of("bench cascade"))(cascade)
 
 
 # Numbers arrive as text: they are checked in one place, which answers a wrong one in one line.

@@ -7,12 +7,14 @@ import json
 import typer
 from rich.console import Console
 
+from aio_kv.cli.examples import epilog_of
+
 __all__ = ["gpu", "register"]
 
 
 def register(group: typer.Typer) -> None:
     """Add the command to the group `bench`."""
-    group.command("gpu")(gpu)
+    group.command("gpu", epilog=epilog_of("bench gpu"))(gpu)
 
 
 # Numbers arrive as text: they are checked in one place, which answers a wrong one in one line.

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from aio_kv.cli.examples import epilog_of
 from aio_kv.errors import LayoutError, StorageError
 
 __all__ = ["register", "report"]
@@ -20,7 +21,7 @@ _SUFFIXES = (".html", ".png")
 
 def register(group: typer.Typer) -> None:
     """Add the command to the group `bench`."""
-    group.command("report")(report)
+    group.command("report", epilog=epilog_of("bench report"))(report)
 
 
 def report(
@@ -40,8 +41,6 @@ def report(
 
     HTML has everything and loads nothing from elsewhere; PNG has the plots. Rows that cannot be shown are listed.
     Needs matplotlib.
-
-    Example: aio-kv bench report disk.jsonl gpu.jsonl --output bench.html
     """
     from aio_kv.cli.benches.report_input import load_runs
     from aio_kv.cli.benches.report_page import facts_of, html_of

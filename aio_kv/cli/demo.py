@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from aio_kv.cli.demo_generated import layout_within, run_generated
 from aio_kv.cli.demo_report import DemoReport, table_of
+from aio_kv.cli.examples import epilog_of
 from aio_kv.cli.language_model import prepare_packages
 from aio_kv.cli.workspace import workspace
 from aio_kv.errors import LayoutError, StorageError
@@ -31,7 +32,7 @@ _SIZE_MIB = 256
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("demo")(demo)
+    app.command("demo", epilog=epilog_of("demo"))(demo)
 
 
 def demo(

@@ -14,13 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from aio_kv.cli.doctor_checks import Diagnosis, diagnose
+from aio_kv.cli.examples import epilog_of
 
 __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("doctor")(doctor)
+    app.command("doctor", epilog=epilog_of("doctor"))(doctor)
 
 
 def doctor(

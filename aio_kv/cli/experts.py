@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from aio_kv.cli import experts_bench, experts_verify
+from aio_kv.cli.examples import epilog_of
 from aio_kv.cli.expert_models import FORMS, MODEL_SHAPES, ensure_expert_model
 from aio_kv.cli.experts_arguments import AsJson, Model, Prefix
 from aio_kv.cli.experts_listing import list_experts, table_of
@@ -28,10 +29,15 @@ __all__ = ["register"]
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    group = typer.Typer(name="experts", help="Expert weights of MoE models.", no_args_is_help=True)
-    group.command("ls")(ls)
-    group.command("pack")(pack)
-    group.command("make")(make)
+    group = typer.Typer(
+        name="experts",
+        help="Expert weights of MoE models.",
+        no_args_is_help=True,
+        epilog=epilog_of("experts"),
+    )
+    group.command("ls", epilog=epilog_of("experts ls"))(ls)
+    group.command("pack", epilog=epilog_of("experts pack"))(pack)
+    group.command("make", epilog=epilog_of("experts make"))(make)
     experts_verify.register(group)
     experts_bench.register(group)
     app.add_typer(group)

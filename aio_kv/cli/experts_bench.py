@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from aio_kv.cli.examples import epilog_of
 from aio_kv.cli.experts_arguments import AsJson, Model, Prefix
 from aio_kv.errors import LayoutError, UnavailableError
 from aio_kv.experts import ExpertMap
@@ -23,7 +24,7 @@ __all__ = ["register"]
 
 def register(group: typer.Typer) -> None:
     """Add the command to the group `experts`."""
-    group.command("bench")(bench)
+    group.command("bench", epilog=epilog_of("experts bench"))(bench)
 
 
 def bench(

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from aio_kv.cli.examples import epilog_of
 from aio_kv.cli.experts_arguments import AsJson, Model, Prefix
 from aio_kv.cuda import Device, DeviceBuffer, DevicePointer
 from aio_kv.engine.native import allocate_host
@@ -32,7 +33,7 @@ _PER_THREAD_STREAM = 2
 
 def register(group: typer.Typer) -> None:
     """Add the command to the group `experts`."""
-    group.command("verify")(verify)
+    group.command("verify", epilog=epilog_of("experts verify"))(verify)
 
 
 @dataclass(frozen=True, slots=True)
