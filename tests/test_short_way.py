@@ -17,10 +17,19 @@ import numpy as np
 import pytest
 from backends import make_backend
 from gpu_cases import LAYOUT as GPU_LAYOUT
-from gpu_cases import NEW, OLD, filled, is_all
+from gpu_cases import LOST, NEW, OLD, expecting_a_lost_device, filled, is_all
 from gpu_support import Gpu, backend_on, gpu, looks, on_asyncio, random_rows
 
-from aio_kv import AioKvError, DeviceError, GroupLayout, KvKind, LayoutError, Scatter, allocate_host
+from aio_kv import (
+    AioKvError,
+    DeviceError,
+    GroupLayout,
+    KvKind,
+    LayoutError,
+    Scatter,
+    TransferError,
+    allocate_host,
+)
 from aio_kv.engine import Batch, Engine, Kind, Order
 from aio_kv.engine.options import Fault, FaultAction
 from aio_kv.memory import DeviceMemory
@@ -382,6 +391,51 @@ async def test_a_region_outlasts_the_single_reads_that_have_not_begun(tmp_path: 
         transfers = [kv.read_groups([5], memory[i * 4096 : (i + 1) * 4096]) for i in range(MANY)]
         await region.aclose()
         assert all(transfer.is_done for transfer in transfers)
+
+
+class Destination:
+    """Device memory of which a test can tell whether somebody still keeps it."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.nbytes, self._address = buffer.nbytes, buffer.data_ptr()
+
+    def data_ptr(self) -> int:
+        return int(self._address)
+
+
+@on_asyncio
+async def test_the_destination_of_a_load_is_kept_until_it_has_ended(gpu: Gpu, tmp_path: Path) -> None:
+    async with known(gpu, tmp_path) as known_:
+        into = Destination(known_.into)
+        is_there = weakref.ref(into)
+        with gpu.holding(known_.stream):
+            transfer = known_.load(into)
+            assert isinstance(transfer.plan.ops, memoryview)
+            transfer.owner = None  # the engine keeps it by itself: whatever becomes of the transfer
+            del into
+            gc.collect()
+            assert is_there() is not None
+        await transfer
+        gc.collect()
+        assert is_there() is None
+
+
+@on_asyncio
+async def test_after_a_fault_the_destination_of_a_load_is_never_given_back(gpu: Gpu, tmp_path: Path) -> None:
+    """The hardware may still write there."""
+    fake = gpu.needs_fake("be told to fail")
+    with expecting_a_lost_device():
+        async with known(gpu, tmp_path) as known_:
+            into = Destination(known_.into)
+            is_there = weakref.ref(into)
+            fake.fail("cuEventQuery", result=LOST)
+            transfer = known_.load(into)
+            assert isinstance(transfer.plan.ops, memoryview)
+            with pytest.raises(TransferError, match=f"CUDA error {LOST}"):
+                await transfer
+            del into, transfer
+            gc.collect()
+            assert is_there() is not None
 
 
 @on_asyncio

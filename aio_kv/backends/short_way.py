@@ -91,7 +91,7 @@ def copy_pinned(
     fenced = device.begin_fence(stream)
     if fenced is None and stream is not None:
         return None
-    record = new_record(len(offsets))
+    record, owner = new_record(len(offsets)), (memory, place)
     ticket = engine.copy_pinned(
         kind,
         priority,
@@ -101,15 +101,14 @@ def copy_pinned(
         payload,
         record,
         (0, 0) if fenced is None else fenced.fence,
+        owner,
     )
     if ticket is None:
         if fenced is not None:
             fenced.release()
         return None
     plan, result = plan_of_record(record, len(offsets))
-    transfer = Transfer(
-        dispatcher, kind, plan, _NO_GROUP, len(offsets), payload, priority, 0, (memory, place), result
-    )
+    transfer = Transfer(dispatcher, kind, plan, _NO_GROUP, len(offsets), payload, priority, 0, owner, result)
     transfer.stream = fenced
     transfer.use_regions((region,))
     dispatcher.adopt(transfer, ticket)

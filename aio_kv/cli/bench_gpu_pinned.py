@@ -220,7 +220,7 @@ class _Restore:
         index = self._side.device.index
         start = time.perf_counter()
         ticket = self._engine.copy_pinned(
-            Kind.LOAD, Priority.DEMAND, index, region, device, job.nbytes, record, caller.fence
+            Kind.LOAD, Priority.DEMAND, index, region, device, job.nbytes, record, caller.fence, job
         )
         assert ticket is not None
         while not ticket.is_done:

@@ -337,12 +337,14 @@ class Engine:
         nbytes: int,
         record: bytearray,
         fence: tuple[int, int],
+        owner: object,
     ) -> Ticket | None:
         """`submit` for a load or save of pieces of `nbytes` between a region and device memory, checked and fenced.
 
         `region` and `device` are (address, nbytes, byte offsets as an int64 array; None in the device: packed). `fence`
-        is the handle of a stream and of an event to be recorded on it, (0, 0) for none. The batch is recorded in
-        `record` (`aio_kv.plan.new_record`). None where anything is wrong, whatever it is: then nothing was submitted.
+        is the handle of a stream and of an event to be recorded on it, (0, 0) for none. `owner` keeps the device
+        memory alive. The batch is recorded in `record` (`aio_kv.plan.new_record`). None where anything is wrong,
+        whatever it is: then nothing was submitted.
         A region of more than 2 GiB takes offsets of whole pages only.
         """
         ring = self._idlest()
@@ -366,7 +368,7 @@ class Engine:
             )
             if number < 0:
                 return None
-            return self._taken(number, (memory,), -(-len(offsets) // PINNED_COPIES_MAX), ring)
+            return self._taken(number, (memory, owner), -(-len(offsets) // PINNED_COPIES_MAX), ring)
 
     def _idlest(self) -> int:
         load = self._load
