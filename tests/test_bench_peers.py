@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -23,12 +24,14 @@ from rich.progress import Progress
 
 from aio_kv import LayerFiles, LayoutError
 from aio_kv.cli.benches.desk import Desk
+from aio_kv.cli.benches.fio import FioRun
 from aio_kv.cli.benches.measure import ContenderFailed
 from aio_kv.cli.benches.peers.deepspeed_peer import check_events
 from aio_kv.cli.benches.peers.run import PEERS, PeerRun, best_run, check_bytes, why_not
 from aio_kv.cli.benches.peers.setup import Reader, all_of, places_of, widths_of
 from aio_kv.cli.benches.settings import PEER_NAMES, DiskSettings, parse_settings
 from aio_kv.cli.benches.workload import Batch, Shape, Workload, fill, layout_of
+from aio_kv.cli.benches.writes import bench_writes
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = Shape(batch=16, in_flight=2, depth=8)
@@ -186,6 +189,31 @@ def test_what_a_library_raises_is_a_remark(files: LayerFiles, desk: Desk) -> Non
     for _ in range(2):
         assert asyncio.run(best_run(desk, peer, files, workload, 0.01)) is None
     assert desk.report.remarks == ["no wrong rows: wrong failed: ValueError: no luck; it needs more care"]
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_an_fio_that_fails_is_left_out(
+    files: LayerFiles, desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does for users with a small locked-memory limit. The others go on, reading and writing."""
+    workload = Workload(files.layout, shape=SHAPE)
+    failing = FioRun(str(tmp_path / "absent"), workload, depth=2)
+    good = PeerRun(
+        "good", OffByOne(Path(files.path_of(0))), files.path_of(0), workload, files.drop_page_cache
+    )
+    rounds = asyncio.run(desk.run_rounds([failing, good], "reads"))
+    assert set(rounds.samples) == {"good"}
+    (remark,) = desk.report.remarks
+    assert remark.startswith("no fio row of reads: fio failed: fio: file creation disallowed")
+
+    async def fail(run: FioRun) -> Any:
+        return await failing.drive(0.05)
+
+    monkeypatch.setattr(FioRun, "drive_once", fail)
+    desk.has_fio = True
+    asyncio.run(bench_writes(desk, 4096))
+    assert desk.report.remarks[-1].startswith("no fio row of writes of 4 KiB: fio failed")
+    assert {row.engine for row in desk.report.rows} == {"aio_kv", "thread-pool"}
 
 
 def test_one_without_any_way_to_read_is_a_remark(

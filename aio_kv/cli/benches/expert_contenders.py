@@ -15,9 +15,10 @@ import anyio.to_thread
 import numpy as np
 
 from aio_kv.cli.benches.fio import run_fio
-from aio_kv.cli.benches.measure import Sample, cpu_seconds, percentile_us
+from aio_kv.cli.benches.measure import ContenderFailed, Sample, cpu_seconds, percentile_us
 from aio_kv.cli.benches.page_cache import drop_files, resident_nbytes
 from aio_kv.cuda import DeviceBuffer, DevicePointer
+from aio_kv.errors import UnavailableError
 from aio_kv.experts import DirectSegment, ExpertArena, ExpertMap, ExpertReader
 from aio_kv.experts.windows import window_of
 from aio_kv.positional import aligned_buffer
@@ -254,16 +255,19 @@ class FioExperts:
 
     async def drive(self, seconds: float) -> Sample:
         """Run for `seconds`."""
-        report = await run_fio(
-            "--rw=randread",
-            f"--filename={self._path}",
-            f"--size={os.path.getsize(self._path)}",
-            f"--bs={self._block}",
-            f"--iodepth={self._depth}",
-            "--time_based",
-            f"--runtime={max(1, round(seconds * 1000))}ms",
-            "--norandommap",
-        )
+        try:
+            report = await run_fio(
+                "--rw=randread",
+                f"--filename={self._path}",
+                f"--size={os.path.getsize(self._path)}",
+                f"--bs={self._block}",
+                f"--iodepth={self._depth}",
+                "--time_based",
+                f"--runtime={max(1, round(seconds * 1000))}ms",
+                "--norandommap",
+            )
+        except UnavailableError as failure:
+            raise ContenderFailed(str(failure)) from failure
         job = report["jobs"][0]
         side = job["read"]
         percentiles = side["clat_ns"].get("percentile", {})

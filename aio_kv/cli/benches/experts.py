@@ -19,7 +19,7 @@ from aio_kv.cli.benches.expert_contenders import (
 )
 from aio_kv.cli.benches.fio import fio_version, why_no_fio
 from aio_kv.cli.benches.machine import machine_facts
-from aio_kv.cli.benches.measure import alternating
+from aio_kv.cli.benches.measure import ContenderFailed, alternating
 from aio_kv.cli.benches.results import Report, Rounds
 from aio_kv.cuda import DeviceBuffer
 from aio_kv.engine.native import allocate_host
@@ -148,9 +148,16 @@ async def _run_rounds(
     left: dict[str, list[float]] = {}
     task = progress.add_task(mode, total=settings.rounds * len(contenders))
     for number in range(settings.rounds):
-        for contender in alternating(contenders, number):
+        for contender in alternating(tuple(contenders), number):
             supply.cold()
-            sample = await contender.drive(settings.seconds)
+            try:
+                sample = await contender.drive(settings.seconds)
+            except ContenderFailed as failure:
+                report.remark(f"no {contender.name} row of {mode}: {failure}")
+                contenders.remove(contender)
+                rounds.samples.pop(contender.name, None)
+                left.pop(contender.name, None)
+                continue
             rounds.add(contender.name, sample)
             resident = supply.resident_nbytes()
             if resident is None:

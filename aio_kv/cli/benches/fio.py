@@ -15,7 +15,7 @@ import resource
 import shutil
 from typing import Any
 
-from aio_kv.cli.benches.measure import Sample, cpu_seconds
+from aio_kv.cli.benches.measure import ContenderFailed, Sample, cpu_seconds
 from aio_kv.cli.benches.workload import Workload
 from aio_kv.errors import UnavailableError
 
@@ -82,7 +82,10 @@ class FioRun:
 
     async def _run(self, *options: str) -> Sample:
         before = cpu_seconds(resource.RUSAGE_CHILDREN)
-        report = await run_fio(self._rw, *self._options, *options)
+        try:
+            report = await run_fio(self._rw, *self._options, *options)
+        except UnavailableError as failure:  # a small locked-memory limit, say, which it may meet on any run
+            raise ContenderFailed(str(failure)) from failure
         cpu = cpu_seconds(resource.RUSAGE_CHILDREN) - before
         job = report["jobs"][0]
         side = job["write" if self._rw == "--rw=randwrite" else "read"]

@@ -8,7 +8,7 @@ from typing import Protocol
 from aio_kv.cli.benches.backend_runs import BackendRun
 from aio_kv.cli.benches.desk import Desk, name_of
 from aio_kv.cli.benches.fio import FioRun
-from aio_kv.cli.benches.measure import Contender, Sample, alternating
+from aio_kv.cli.benches.measure import Contender, ContenderFailed, Sample, alternating
 from aio_kv.cli.benches.results import Rounds
 from aio_kv.cli.benches.thread_pool import PoolRun
 from aio_kv.cli.benches.throughput import opened
@@ -36,8 +36,14 @@ async def bench_writes(desk: Desk, block: int) -> None:
     kinds = ["aio_kv", "thread-pool", *(["fio"] if desk.has_fio else [])]
     for number in range(desk.settings.rounds):
         desk.say(f"writes of {name_of(block)}, round {number + 1} of {desk.settings.rounds}")
-        for name in alternating(kinds, number):
-            latest[name] = await _write_fresh_file(desk, name, block, first, again)
+        for name in alternating(tuple(kinds), number):
+            try:
+                latest[name] = await _write_fresh_file(desk, name, block, first, again)
+            except ContenderFailed as failure:
+                desk.report.remark(f"no {name} row of writes of {name_of(block)}: {failure}")
+                kinds.remove(name)
+                for rounds in (first, again):
+                    rounds.samples.pop(name, None)
         desk.advance()
     contenders = [latest[name] for name in kinds]
     for mode, rounds in (("first-write", first), ("rewrite", again)):
