@@ -55,6 +55,8 @@ async def test_a_region_may_be_larger_than_32_bits_reach(gpu: Gpu, tmp_path: Pat
     host, rows = np.frombuffer(memory, np.uint8), random_rows(LAYOUT, count)
     pages = np.random.default_rng(0).permutation(nbytes // 4096)[:count]
     host.reshape(-1, 4096)[pages] = rows
+    for edge in (1 << 30, 2 << 30, 4 << 30):
+        host[edge - 8 * 4096 : edge + 8 * 4096] = random_rows(LAYOUT, 16, edge).reshape(-1)
     with filled(tmp_path) as files:
         async with (
             backend_on("uring", files, gpu.device) as kv,
@@ -66,6 +68,12 @@ async def test_a_region_may_be_larger_than_32_bits_reach(gpu: Gpu, tmp_path: Pat
                 inside = pages < len(whole)
                 got = gpu.download(into).reshape(count, 4096)
                 assert np.array_equal(got[inside], whole[pages[inside]])
+            # Neighbours are merged, but not from one registration with CUDA into the next: those end at each GiB.
+            for edge in (1 << 30, 2 << 30, 4 << 30):
+                offsets = edge + (np.arange(count) - count // 2) * 4096
+                await kv.load(region, offsets, into, stream=stream)
+                first = int(offsets[0])
+                assert np.array_equal(gpu.download(into), host[first : first + count * 4096])
 
 
 @on_asyncio

@@ -84,8 +84,15 @@ class DeviceSide:
         return PinnedBuffer(raw_view(memory.address, memory.nbytes), self.device)
 
     def begin_fence(self, stream: Any) -> OrderedStream | None:
-        """The stream and an event that the engine is to record on it. None for None, and for a stream seen first."""
-        known = None if stream is None else self._known_streams.get(handle_of(stream))
+        """The stream and an event that the engine is to record on it; None for None, and for one not checked yet."""
+        if stream is None:
+            return None
+        if (
+            stream.__class__ is Stream
+        ):  # it was checked when it was made, against a device that may be another
+            known = stream if stream.device is self.device else None
+        else:
+            known = self._known_streams.get(handle_of(stream))
         return None if known is None else OrderedStream(known, stream, self.device.events.lend())
 
     def ordered(self, stream: Any) -> OrderedStream | None:

@@ -296,7 +296,6 @@ class EngineBackend:
         session = self._session
         if session is None or not session.binding.is_current():
             return None
-        session.dispatcher.announce()
         return read_one(session, group_id, place, priority)
 
     def _start(
@@ -410,7 +409,6 @@ class EngineBackend:
         how: tuple[Any, float | None, Priority],
     ) -> Transfer:
         session = self._require_session()
-        session.dispatcher.announce()
         stream, deadline, priority = how
         if region not in session.table.regions or region.pin is None:
             raise LayoutError(

@@ -15,8 +15,8 @@ from aio_kv.backends.call_memory import HOST_TYPES
 from aio_kv.backends.session import Session
 from aio_kv.engine import Engine, Kind
 from aio_kv.integers import Int64Array
-from aio_kv.memory import device_memory
-from aio_kv.plan import new_record, plan_of_record
+from aio_kv.memory import device_memory, host_address, is_device_memory
+from aio_kv.plan import PINNED_COPIES_MAX, new_record, plan_of_record
 from aio_kv.protocols import Priority, Scatter
 from aio_kv.transfer import LandingRegion, Transfer
 
@@ -36,17 +36,18 @@ def read_one(session: Session, group_id: int, place: Any, priority: Priority) ->
         or not 0 <= group_id < layout.num_groups
         or layout.stride > limits.op_nbytes_max
         or priority.__class__ is not Priority
-        or place.__class__ not in HOST_TYPES
         or not dispatcher.is_free(Kind.READ, priority)
     ):
         return None
-    memory = _writable(engine, place)
-    if memory is None or len(memory) != payload:
+    dispatcher.announce()
+    memory = _writable(engine, place, payload)
+    if memory is None:
         return None
     layer, index = divmod(group_id, layout.groups_per_layer)
     nbytes = -(-payload // limits.offset_alignment) * limits.offset_alignment
     record = new_record(1)
-    ticket = engine.read_one(layer, index * layout.stride, nbytes, memory, record, priority)
+    offset = index * layout.stride
+    ticket = engine.read_one(layer, offset, nbytes, memory, payload, record, priority, place)
     if ticket is None:
         return None
     plan, result = plan_of_record(record, 1)
@@ -68,7 +69,7 @@ def copy_pinned(
     stream: Any,
     priority: Priority,
 ) -> Transfer | None:
-    """Start copying groups between a pinned region and device memory that has a `data_ptr`; the fence included."""
+    """Start copying groups between a pinned region and device memory; the fence included."""
     dispatcher, device, payload = session.dispatcher, session.device, session.plan.layout.payload_nbytes
     engine = dispatcher.engine
     if (
@@ -85,13 +86,16 @@ def copy_pinned(
             return None
     else:
         memory, places = place, None
-    if not hasattr(memory, "data_ptr"):
+    if not is_device_memory(memory):
         return None
+    if len(offsets) <= PINNED_COPIES_MAX:  # more take longer to list than the engine waits
+        dispatcher.announce()
     memory = device_memory(memory, what="into" if kind is Kind.LOAD else "source")
     fenced = device.begin_fence(stream)
     if fenced is None and stream is not None:
         return None
-    record, owner = new_record(len(offsets)), (memory, place)
+    # The engine asks for the fence until the copies are queued: it goes back to its pool with the rest.
+    record, owner = new_record(len(offsets)), (memory, place, fenced)
     ticket = engine.copy_pinned(
         kind,
         priority,
@@ -116,16 +120,27 @@ def copy_pinned(
     return transfer
 
 
-def _writable(engine: Engine, place: Any) -> Any:
-    """An export of plain bytes that may be written; None for what is not that, or not for certain."""
-    if place.__class__ is memoryview:
+def _writable(engine: Engine, place: Any, nbytes: int) -> Any:
+    """`nbytes` of plain host memory that may be written; None for what is not that, or not for certain."""
+    kind = place.__class__
+    if kind not in HOST_TYPES:
+        return _behind_pointer(engine, place, nbytes)
+    if kind is memoryview:
         is_plain = place.format == "B"
     else:  # an array may hold Python objects, whose bytes are pointers
-        is_plain = place.__class__ is not np.ndarray or not place.dtype.hasobject
+        is_plain = kind is not np.ndarray or not place.dtype.hasobject
     try:
-        return engine.export(place) if is_plain else None
+        memory = engine.export(place) if is_plain else None
     except (TypeError, ValueError, BufferError):  # read-only, not contiguous
         return None
+    return memory if memory is not None and len(memory) == nbytes else None
+
+
+def _behind_pointer(engine: Engine, place: Any, nbytes: int) -> Any:
+    if not hasattr(place, "data_ptr") or is_device_memory(place):
+        return None
+    memory = host_address(place, writable=True, what="into")
+    return engine.pointer(memory.address) if memory.nbytes == nbytes else None
 
 
 def _is_plain_array(offsets: Any) -> bool:

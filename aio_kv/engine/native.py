@@ -297,19 +297,32 @@ class Engine:
         """
         return self._from_buffer("char[]", memory, True)
 
-    def address_of(self, exported: Any) -> int:
-        """Where an `export` lies."""
-        return int(_akv.ffi.cast("uintptr_t", exported))
+    def pointer(self, address: int) -> Any:
+        """The same for memory that its owner vouches for and somebody else keeps alive."""
+        return _akv.ffi.cast("char *", address)
+
+    def address_of(self, memory: Any) -> int:
+        """Where an `export` lies, or a `pointer` leads."""
+        return int(_akv.ffi.cast("uintptr_t", memory))
 
     def read_one(
-        self, file: int, file_offset: int, nbytes: int, into: Any, record: bytearray, priority: int
+        self,
+        file: int,
+        file_offset: int,
+        nbytes: int,
+        into: Any,
+        into_nbytes: int,
+        record: bytearray,
+        priority: int,
+        owner: object,
     ) -> Ticket | None:
-        """`submit` for a read of `nbytes`, of which an `export` takes the first: directly if it can, else by staging.
+        """`submit` for a read of `nbytes`, of which `into_nbytes` are owed: directly if it can, else by staging.
 
-        The batch is recorded in `record` (`aio_kv.plan.new_record(1)`). None where `submit` would raise.
+        `into` is an `export` or a `pointer`, and `owner` keeps what is behind it. The batch is recorded in `record`
+        (`aio_kv.plan.new_record(1)`). None where `submit` would raise.
         """
         memory, ring = self._from_buffer("char[]", record, True), self._idlest()
-        into_nbytes, record_nbytes = len(into), len(record)
+        record_nbytes = len(record)
         with self._lock:
             number = self._read_one(
                 self._open_handle(),
@@ -325,7 +338,7 @@ class Engine:
             )
             if number < 0:
                 return None
-            return self._taken(number, (memory, into), 1, ring)
+            return self._taken(number, (memory, into, owner), 1, ring)
 
     def copy_pinned(
         self,

@@ -66,11 +66,30 @@ static int add_run(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_
     return 0;
 }
 
+/* Memory is registered with CUDA in pieces, and a copy must not reach from one into the next. */
+static int add_pieces(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_copy_group *g, struct run run,
+                      uint64_t base, bool is_read)
+{
+    int code = 0;
+    while (run.nbytes && code == 0) {
+        uint64_t left = AKV_PIECE - ((uintptr_t)run.host - base) % AKV_PIECE;
+        struct run piece = run;
+        if (piece.nbytes > left)
+            piece.nbytes = left;
+        code = add_run(r, s, g, &piece, is_read);
+        run.device += piece.nbytes;
+        run.host += piece.nbytes;
+        run.nbytes -= piece.nbytes;
+    }
+    return code;
+}
+
 static int add_flight(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_copy_group *g, struct akv_flight *f)
 {
     bool is_read = akv_is_load(f->batch->kind);
     const akv_copy *copies = f->batch->copies + f->op.copy_first;
     uint64_t unit = akv_unit(&f->op);
+    uint64_t base = f->region ? f->region->address : (uintptr_t)r->slab.base;
     struct run run = {.device_shift = f->device_shift};
     for (uint32_t i = 0; i < f->op.copy_count; i++) {
         akv_copy copy = copies[i];
@@ -82,12 +101,12 @@ static int add_flight(struct akv_reactor *r, struct akv_copy_stream *s, struct a
             run.nbytes += copy.nbytes;
             continue;
         }
-        int code = add_run(r, s, g, &run, is_read);
+        int code = add_pieces(r, s, g, run, base, is_read);
         if (code)
             return code;
         run = (struct run){copy.address, host, copy.nbytes, f->device_shift};
     }
-    return add_run(r, s, g, &run, is_read);
+    return add_pieces(r, s, g, run, base, is_read);
 }
 
 static int launch(struct akv_reactor *r, struct akv_copy_stream *s, struct akv_copy_group *g, void *kernel)
