@@ -48,10 +48,12 @@ void akv_engine_notify(struct akv_engine *e)
         tell(e->done_fd);
 }
 
-static void take_intake(struct akv_reactor *r)
+static void take_intake(struct akv_reactor *r, int64_t now_ns)
 {
     if (!atomic_load_explicit(&r->intake, memory_order_relaxed))
         return;
+    if (!r->is_announced && now_ns < r->busy_until_ns) /* soon after the last end: a spin would have met it */
+        r->spin_misses[AKV_SPIN_IDLE] = 0;
     struct akv_batch *stack = atomic_exchange_explicit(&r->intake, NULL, memory_order_acquire), *first = NULL;
     while (stack) { /* a stack is last in first out: turn it round */
         struct akv_batch *next = stack->next;
@@ -139,6 +141,8 @@ static bool spin(struct akv_reactor *r, int64_t now_ns)
            akv_now_ns() < until)
         akv_pause();
     r->spin_misses[waits_for] = is_hit ? 0 : r->spin_misses[waits_for] + 1;
+    if (waits_for == AKV_SPIN_ANNOUNCED)
+        r->busy_until_ns = 0; /* what came was announced: it says nothing about spins without that */
     return is_hit;
 }
 
@@ -183,7 +187,7 @@ static void turn(struct akv_reactor *r)
         akv_device_poll(r);
     int64_t now_ns = akv_now_ns();
     take_announcement(r, now_ns); /* before the intake: an order that is here already is not waited for */
-    take_intake(r);
+    take_intake(r, now_ns);
     take_cancels(r);
     if (is_stopping)
         drop_everything(r);
