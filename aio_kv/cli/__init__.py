@@ -6,11 +6,11 @@ stderr.
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 
 import typer
 
-from aio_kv import __version__
 from aio_kv.cli import bench, demo, doctor, experts
 from aio_kv.cli.examples import epilog_of
 from aio_kv.errors import AioKvError
@@ -28,7 +28,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"aio_kv {__version__}")
+        print(f"aio_kv {importlib.metadata.version('aio_kv')}")
         raise typer.Exit
 
 
