@@ -18,7 +18,7 @@ from aio_kv.backends.posix import PosixBackend
 from aio_kv.backends.statistics import Statistics
 from aio_kv.cascade import CascadeBackend, CascadeStatistics, CascadeTransfer, SyncCascade
 from aio_kv.direct import DirectAlignment
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import (
     AioKvError,

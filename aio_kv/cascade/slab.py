@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.errors import LayoutError
 from aio_kv.integers import Int64Array
 from aio_kv.memory import raw_view

@@ -18,7 +18,7 @@ from aio_kv.cli.bench_gpu_desk import keep_in_flight
 from aio_kv.cli.bench_gpu_report import GpuReport, Target, at_least, ratio_at_least
 from aio_kv.cli.benches.machine import machine_facts
 from aio_kv.cuda import DeviceBuffer
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.errors import LayoutError
 from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout, KvKind

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aio_kv.cuda import CopyOptions, Device, DeviceBuffer
 from aio_kv.cuda.kernels import Kernels
-from aio_kv.engine.native import host_function
+from aio_kv.engine.extension import host_function
 from aio_kv.integers import Int64Array
 from aio_kv.protocols import Scatter
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from aio_kv.cli.bench_gpu_driver import LIST_ENTRY_NBYTES, CopyJob, Driver, list_entries
 from aio_kv.cuda import DeviceBuffer, PinnedBuffer
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.integers import Int64Array
 from aio_kv.protocols import Scatter
 

@@ -27,7 +27,7 @@ from aio_kv.cli.demo_report import DemoReport, Measured, report_of
 from aio_kv.cli.heartbeat import Lag, heartbeat, idle_lag, lag_of
 from aio_kv.cli.language_model import KeyValue, LanguageModel
 from aio_kv.cli.window import in_window
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.files import LayerFiles
 from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout

@@ -14,7 +14,7 @@ from aio_kv.backends.rungs import MEMLOCK_HINT, OpenedEngine, open_engine
 from aio_kv.blockdevice import BlockDevice, block_device_of
 from aio_kv.cli.workspace import workspace
 from aio_kv.engine import RingInfo, extension_error, has_extension
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import StorageError
 from aio_kv.files import LayerFiles

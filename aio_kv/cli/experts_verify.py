@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from aio_kv.cli.examples import epilog_of
 from aio_kv.cli.experts_arguments import AsJson, Model, Prefix
 from aio_kv.cuda import Device, DeviceBuffer, DevicePointer
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.experts import ExpertMap, ExpertReader, PosixExpertReader
 
 __all__ = ["Difference", "Verification", "register", "verify_experts"]

@@ -5,8 +5,9 @@ threads, for installations without the compiled extension. Only this package tou
 """
 
 from aio_kv.engine.batch import CUDA_ERROR, Batch, Kind, Order, Ticket
+from aio_kv.engine.extension import extension_error, has_extension
 from aio_kv.engine.interface import IoEngine
-from aio_kv.engine.native import Engine, extension_error, has_extension
+from aio_kv.engine.native import Engine
 from aio_kv.engine.options import Fault, FaultAction
 from aio_kv.engine.python import PythonEngine
 from aio_kv.engine.statistics import EngineStatistics, RingInfo

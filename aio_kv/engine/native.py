@@ -1,7 +1,7 @@
 """The native engine: one cffi call to hand a batch over, one to collect what has finished.
 
 cffi drops the GIL around every call and must win it back, which is why there is one call per batch and none per
-request. Nothing of cffi leaves this file. The memory rules are in native/akv.cdef.h: what a batch names is the
+request. Nothing of cffi leaves this file and `extension`. The memory rules are in native/akv.cdef.h: what a batch names is the
 engine's until its ticket has been drained, so the ticket, kept in `_live`, keeps all of it.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import importlib
 import logging
 import os
 import struct
@@ -20,21 +19,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aio_kv.engine.batch import CUDA_ERROR, Batch, Kind, Order, Ticket
+from aio_kv.engine.extension import akv, device_struct, options_struct, require_extension
 from aio_kv.engine.options import EngineOptions
 from aio_kv.engine.statistics import EngineStatistics, RingInfo
 from aio_kv.engine.waiting import TicketWaiter, wait_readable
 from aio_kv.errors import BusyError, ClosedError, DeviceError, LayoutError, UnavailableError, storage_error
 from aio_kv.plan import PINNED_COPIES_MAX, IoLimits
-from aio_kv.positional import aligned_buffer
 
-_akv: Any = None
-_import_error: str | None = None
-try:
-    _akv = importlib.import_module("aio_kv.engine._akv")
-except ImportError as missing:
-    _import_error = str(missing)
-
-__all__ = ["Engine", "allocate_host", "extension_error", "has_extension", "host_function"]
+__all__ = ["Engine"]
 
 _log = logging.getLogger("aio_kv")
 _DRAIN_MAX = 256
@@ -48,105 +40,8 @@ _completion, _COMPLETION_NBYTES = struct.Struct("=qQiII").unpack_from, _COMPLETI
 _leaked: list[object] = []
 
 
-def has_extension() -> bool:
-    """Whether the compiled extension is there."""
-    return _akv is not None
-
-
-def extension_error() -> str | None:
-    """Why the compiled extension is not there, or None."""
-    return _import_error
-
-
-def allocate_host(nbytes: int) -> memoryview:
-    """Return new private memory on huge pages where there are any, aligned to 2 MiB, as a writable memoryview.
-
-    This is the memory that I/O is fastest with; hand it to `register_landing_region` once. It is freed with the last
-    view of it, and a forked child does not inherit it. Without the extension it is only aligned to 4096 bytes and
-    inherited like any other memory. Raises MemoryError, `LayoutError`.
-    """
-    if nbytes <= 0:
-        raise LayoutError(f"nbytes is {nbytes}: must be at least 1")
-    if _akv is None:
-        return aligned_buffer(nbytes)
-    pointer = _akv.lib.akv_slab_new(nbytes)
-    if not pointer:
-        raise MemoryError(f"cannot allocate {nbytes} bytes of host memory")
-    free, getpid, pid = _akv.lib.akv_slab_free, os.getpid, os.getpid()
-
-    def release(slab: Any) -> None:
-        # A forked child never had the memory: what lies at its address there is somebody else's.
-        if getpid() == pid:
-            free(slab, nbytes)
-
-    return memoryview(_akv.ffi.buffer(_akv.ffi.gc(pointer, release, nbytes), nbytes))
-
-
-def host_function() -> int:
-    """The address of a CUDA host function that writes the eventfd it is given. For the benchmark."""
-    _require_extension()
-    return int(_akv.ffi.cast("uintptr_t", _akv.ffi.addressof(_akv.lib, "akv_host_function")))
-
-
-def _require_extension() -> None:
-    if _akv is None:
-        raise UnavailableError(
-            f"the compiled extension is not installed ({_import_error})",
-            hint="install aio_kv on Linux with liburing-dev present, without AIO_KV_NO_EXTENSION",
-        )
-
-
-def _options_struct(source: int, fds: Sequence[int], limits: IoLimits, options: EngineOptions) -> Any:
-    ffi, lib = _akv.ffi, _akv.lib
-    faults = ffi.new("akv_fault[]", max(1, len(options.faults)))
-    for target, fault in zip(faults, options.faults, strict=False):
-        target.kind = -1 if fault.kind is None else fault.kind
-        target.action, target.value = fault.action, fault.value
-        target.every, target.phase, target.times = fault.every, fault.phase, fault.times
-    table = ffi.new("int[]", list(fds))
-    flags = 0 if options.register_buffers else lib.AKV_NO_FIXED
-    flags |= lib.AKV_SCHED_BATCH if options.sched_batch else 0
-    struct = ffi.new(
-        "akv_options *",
-        {
-            "source": source,
-            "flags": flags,
-            "rings": options.rings,
-            "queue_depth": options.queue_depth,
-            "threads": options.threads,
-            "max_batches": min(65536, 4 * options.max_transfers),
-            "max_requests": options.max_requests,
-            "small_nbytes": min(options.small_nbytes, limits.op_nbytes_max),
-            "max_op_nbytes": limits.op_nbytes_max,
-            "memory_alignment": limits.memory_alignment,
-            "offset_alignment": limits.offset_alignment,
-            "spin_us": options.spin_us,
-            "bulk_nbytes": options.bulk_nbytes,
-            "staging_nbytes": options.staging_nbytes,
-            "fds": table,
-            "fd_count": len(fds),
-            "fault_count": len(options.faults),
-            "faults": faults,
-            "fault_seed": options.fault_seed,
-        },
-    )
-    return struct, table, faults  # the struct points into the other two
-
-
 def _pointer(address: int) -> Any:
-    return _akv.ffi.cast("void *", address)
-
-
-def _device_struct(fields: Mapping[str, int]) -> Any:
-    """An akv_device from its fields as integers; every field of the struct must be named."""
-    struct = _akv.ffi.new("akv_device *")
-    kinds = dict(_akv.ffi.typeof("akv_device").fields)
-    if set(fields) != set(kinds) - {"reserved"}:
-        raise LayoutError(f"device has fields {sorted(fields)}: must be those of akv_device")
-    for name, value in fields.items():
-        kind = kinds[name].type
-        setattr(struct, name, value if kind.kind == "primitive" else _akv.ffi.cast(kind, value))
-    return struct
+    return akv.ffi.cast("void *", address)
 
 
 class Engine:
@@ -174,7 +69,7 @@ class Engine:
         uring: bool = True,
         device: Mapping[str, int] | None = None,
     ) -> None:
-        _require_extension()
+        require_extension()
         self.options = options
         self.limits = limits
         self.is_uring = uring
@@ -183,26 +78,26 @@ class Engine:
         self._waiter = TicketWaiter(self, self._poke)
         self._live: dict[int, Ticket] = {}
         self._load = [0] * options.rings
-        self._lib = _akv.lib
-        self._submit = _akv.lib.akv_engine_submit
-        self._rouse = _akv.lib.akv_engine_rouse
-        self._read_one = _akv.lib.akv_engine_read_one
-        self._from_buffer = _akv.ffi.from_buffer
-        self._null = _akv.ffi.NULL
-        source = _akv.lib.AKV_SOURCE_URING if uring else _akv.lib.AKV_SOURCE_THREADS
-        struct, *kept = _options_struct(source, fds, limits, options)
+        self._lib = akv.lib
+        self._submit = akv.lib.akv_engine_submit
+        self._rouse = akv.lib.akv_engine_rouse
+        self._read_one = akv.lib.akv_engine_read_one
+        self._from_buffer = akv.ffi.from_buffer
+        self._null = akv.ffi.NULL
+        source = akv.lib.AKV_SOURCE_URING if uring else akv.lib.AKV_SOURCE_THREADS
+        struct, *kept = options_struct(source, fds, limits, options)
         if device is not None:
-            kept.append(_device_struct(device))
+            kept.append(device_struct(device))
             struct.device = kept[-1]
-        code, where = _akv.ffi.new("int32_t *"), _akv.ffi.new("int32_t *")
-        handle = _akv.lib.akv_engine_open(struct, code, where)
+        code, where = akv.ffi.new("int32_t *"), akv.ffi.new("int32_t *")
+        handle = akv.lib.akv_engine_open(struct, code, where)
         del kept  # open has copied both tables
         if not handle:
             raise _refusal(-code[0], _WHERE[where[0]])
         self._handle: Any = handle
-        self._finished = _akv.ffi.new("akv_completion[]", _DRAIN_MAX)
-        self._finished_bytes = _akv.ffi.buffer(self._finished)
-        self._order = _akv.ffi.new("akv_order *")
+        self._finished = akv.ffi.new("akv_completion[]", _DRAIN_MAX)
+        self._finished_bytes = akv.ffi.buffer(self._finished)
+        self._order = akv.ffi.new("akv_order *")
         self._fileno: int = self._lib.akv_engine_fileno(handle)
         _engines.add(self)
 
@@ -299,11 +194,11 @@ class Engine:
 
     def pointer(self, address: int) -> Any:
         """The same for memory that its owner vouches for and somebody else keeps alive."""
-        return _akv.ffi.cast("char *", address)
+        return akv.ffi.cast("char *", address)
 
     def address_of(self, memory: Any) -> int:
         """Where an `export` lies, or a `pointer` leads."""
-        return int(_akv.ffi.cast("uintptr_t", memory))
+        return int(akv.ffi.cast("uintptr_t", memory))
 
     def read_one(
         self,
@@ -511,7 +406,7 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Counters since the engine opened."""
         totals = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
-        one = _akv.ffi.new("akv_statistics *")
+        one = akv.ffi.new("akv_statistics *")
         with self._lock:
             for ring in range(self.options.rings):
                 self._lib.akv_engine_statistics(self._open_handle(), ring, one)
@@ -524,7 +419,7 @@ class Engine:
 
     def ring_info(self, ring: int = 0) -> RingInfo:
         """What ring number `ring` got from the kernel."""
-        info = _akv.ffi.new("akv_ring_info *")
+        info = akv.ffi.new("akv_ring_info *")
         with self._lock:
             self._lib.akv_engine_ring_info(self._open_handle(), ring, info)
         return RingInfo(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from aio_kv.cuda import Device, DeviceBuffer, DevicePointer
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.experts.reader import ExpertReader, ReaderSession
 from aio_kv.memory import DeviceMemory, HostMemory, host_address
 from aio_kv.transfer import LandingRegion

@@ -22,7 +22,7 @@ from aio_kv.cli.benches.machine import machine_facts
 from aio_kv.cli.benches.measure import ContenderFailed, alternating
 from aio_kv.cli.benches.results import Report, Rounds
 from aio_kv.cuda import DeviceBuffer
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.experts import ExpertArena, ExpertMap, ExpertReader
 
 __all__ = ["ExpertBenchSettings", "ExpertReport", "run_expert_benchmark"]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from aio_kv.blockdevice import BlockDevice
-from aio_kv.engine.native import allocate_host
+from aio_kv.engine.extension import allocate_host
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import UnavailableError
 from aio_kv.files import LayerFiles
