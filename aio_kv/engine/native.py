@@ -1,8 +1,8 @@
 """The native engine: one cffi call to hand a batch over, one to collect what has finished.
 
 cffi drops the GIL around every call and must win it back, which is why there is one call per batch and none per
-request. Nothing of cffi leaves this file and `extension`. The memory rules are in native/akv.cdef.h: what a batch names is the
-engine's until its ticket has been drained, so the ticket, kept in `_live`, keeps all of it.
+request. Nothing of cffi leaves this file and `extension`. The memory rules are in native/akv.cdef.h: what a batch
+names is the engine's until its ticket has been drained, so the ticket, kept in `_live`, keeps all of it.
 """
 
 from __future__ import annotations
