@@ -118,12 +118,13 @@ static void *canceller(void *argument)
 static void *observer(void *argument)
 {
     struct storm *storm = argument;
+    uint32_t look = 0;
     akv_ring_info info;
     while (!storm->is_over) {
         CHECK(rig_statistics(&storm->rig).in_flight <= RING_COUNT * 32);
         CHECK_EQ(akv_engine_ring_info(storm->rig.engine, 1, &info), 0);
         CHECK(akv_engine_poll(storm->rig.engine, 50) >= 0);
-        CHECK_EQ(akv_engine_rouse(storm->rig.engine, storm->cancelled % RING_COUNT), 0);
+        CHECK_EQ(akv_engine_rouse(storm->rig.engine, look++ % RING_COUNT), 0);
         CHECK_EQ(akv_engine_stopped(storm->rig.engine), 0);
         pause_us(300);
     }
