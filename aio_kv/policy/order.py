@@ -26,7 +26,7 @@ _ROOM_MIN: Final = 4096
 
 
 class SlotOrder:
-    """An ordered set of slot numbers below `capacity`. 8 bytes for each slot, and 64 for each that is in use."""
+    """An ordered set of slot numbers below `capacity`. 8 bytes for each slot, and 32 for each that is in use."""
 
     def __init__(self, capacity: int) -> None:
         # C values with a NumPy view: whole batches through the view, single ones through the array, which is faster.
@@ -158,7 +158,7 @@ class SlotOrder:
         at = np.arange(self._first, self._end)
         slots = self._log[self._first : self._end]
         alive = slots[self._place[slots] == at]
-        room = max(_ROOM_MIN, 8 * (len(alive) + self._aside + coming))
+        room = max(_ROOM_MIN, 4 * (len(alive) + self._aside + coming))
         self._make_log(room)
         self._first = room // 4
         self._end = self._first + len(alive)
