@@ -1,4 +1,4 @@
-"""Running `aio-kv demo` in this process, and damaging what it has written."""
+"""Running `aio-kv` in this process, as the console script does, and damaging what `aio-kv demo` has written."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ class Ran:
 
 
 def run_demo(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> Ran:
-    """Run the command as the console script does, with stdout and stderr caught below Python."""
-    monkeypatch.setattr(sys, "argv", ["aio-kv", "demo", *arguments])
+    """Run `aio-kv demo`."""
+    return run_command(monkeypatch, capfd, "demo", *arguments)
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: object) -> Ran:
+    """Run the program with these words behind its name, with stdout and stderr caught below Python."""
+    monkeypatch.setattr(sys, "argv", ["aio-kv", *map(str, words)])
     capfd.readouterr()
     try:
         main()

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_command import Ran
+from demo_command import Ran, run_command
 
 pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
 
 from aio_kv import LayoutError, UnavailableError
-from aio_kv.cli import main
 from aio_kv.cli.benches.report_input import load_runs
 from aio_kv.cli.benches.report_page import html_of
 from aio_kv.cli.benches.report_panels import Bars, Curves, panels_of
@@ -34,18 +33,7 @@ Run = Callable[..., Ran]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    def run_command(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["aio-kv", "bench", "report", *map(str, arguments)])
-        capfd.readouterr()
-        status = 0
-        try:
-            main()
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        caught = capfd.readouterr()
-        return Ran(status, caught.out, caught.err)
-
-    return run_command
+    return partial(run_command, monkeypatch, capfd, "bench", "report")
 
 
 class Cells(HTMLParser):

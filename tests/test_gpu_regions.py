@@ -77,6 +77,29 @@ async def test_a_region_may_be_larger_than_32_bits_reach(gpu: Gpu, tmp_path: Pat
 
 
 @on_asyncio
+async def test_copies_are_not_merged_over_the_edge_of_a_registration(gpu: Gpu, tmp_path: Path) -> None:
+    """Memory is registered with CUDA a GiB at a time. On the threads rung it is not touched otherwise."""
+    edge, into = 1 << 30, gpu.buffer(2 * 4096, OLD)
+    memory = allocate_host(edge + 4 * 4096)
+    host = np.frombuffer(memory, np.uint8)
+    host[edge - 4096 : edge + 4096] = random_rows(LAYOUT, 2).reshape(-1)
+    with filled(tmp_path) as files:
+        async with (
+            backend_on("threads", files, gpu.device) as kv,
+            await kv.register_landing_region(memory) as region,
+        ):
+
+            async def runs(first: int) -> int:
+                before = kv.statistics().engine.kernel_copies
+                await kv.load(region, np.array([first, first + 4096]), into)
+                assert np.array_equal(gpu.download(into), host[first : first + 2 * 4096])
+                return kv.statistics().engine.kernel_copies - before
+
+            assert await runs(edge) == 1
+            assert await runs(edge - 4096) == 2
+
+
+@on_asyncio
 async def test_a_load_waits_for_its_fence_and_keeps_the_region(gpu: Gpu, tmp_path: Path) -> None:
     stream, into, seen = gpu.stream(), gpu.buffer(8 * 4096, OLD), gpu.buffer(8 * 4096)
     memory = allocate_host(REGION)

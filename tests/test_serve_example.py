@@ -158,31 +158,34 @@ async def test_blocks_that_cannot_be_read_are_computed(model: LanguageModel, tmp
     assert answer.tokens == expected.tokens
 
 
+async def said_and_left(
+    completer: Completer, pool: SlabPool, prompt: list[int], *, use_cache: bool = True
+) -> tuple[list[int], Any]:
+    """Two tokens after a prompt, and the bytes of the slabs after that, which were zeros before."""
+    values = torch.frombuffer(pool.memory, dtype=torch.uint8)
+    values.zero_()
+    async with aclosing(completer.complete(prompt, 2, use_cache=use_cache)) as pieces:
+        said = [piece.token async for piece in pieces]
+    return said, values.clone()
+
+
 @on_one_loop
 async def test_with_whole_passes_every_value_is_the_same_to_the_last_bit(
     model: LanguageModel, tmp_path: Path
 ) -> None:
     layout = model.layout(num_blocks=32, block_size=16)
     pool = SlabPool(layout, count=1, capacity=512, dtype=model.dtype)
-    values = torch.frombuffer(pool.memory, dtype=torch.uint8)
     begin = model.tokens_of(PREFIX * 2)[:260]
     first, second = [*begin, *range(300, 340)], [*begin, *range(400, 420)]
     opening = PrefixCache.open(
         tmp_path, layout, memory=pool.memory, namespace="test", ram_bytes=64 << 20, grain=256
     )
 
-    async def values_after(completer: Completer, *, use_cache: bool) -> Any:
-        values.zero_()
-        async with aclosing(completer.complete(second, 2, use_cache=use_cache)) as pieces:
-            tokens = [piece.token async for piece in pieces]
-        return tokens, values.clone()
-
     async with opening as cache:
         completer = Completer(model, pool, cache)
-        tokens, computed = await values_after(completer, use_cache=False)
-        async with aclosing(completer.complete(first, 1)) as pieces:
-            assert len([piece async for piece in pieces]) == 1
-        again, restored = await values_after(completer, use_cache=True)
+        tokens, computed = await said_and_left(completer, pool, second, use_cache=False)
+        await said_and_left(completer, pool, first)
+        again, restored = await said_and_left(completer, pool, second)
         assert cache.hit == 256
     assert again == tokens
     assert torch.equal(restored, computed)
@@ -195,33 +198,24 @@ async def test_a_long_prompt_that_comes_again_is_restored_but_for_its_last_token
     """Also the rest behind its last whole block, and the values are those that were computed, to the last bit."""
     layout = model.layout(num_blocks=64, block_size=16)
     pool = SlabPool(layout, count=1, capacity=512, dtype=model.dtype)
-    values = torch.frombuffer(pool.memory, dtype=torch.uint8)
     prompt = model.tokens_of(PREFIX * 3)[:283]
     longer = [*prompt[:-1], *range(300, 330)]
     opening = PrefixCache.open(
         tmp_path, layout, memory=pool.memory, namespace="test", ram_bytes=64 << 20, grain=16
     )
 
-    async def values_after(
-        completer: Completer, tokens: list[int], *, use_cache: bool = True
-    ) -> tuple[list[int], Any]:
-        values.zero_()
-        async with aclosing(completer.complete(tokens, 2, use_cache=use_cache)) as pieces:
-            said = [piece.token async for piece in pieces]
-        return said, values.clone()
-
     async with opening as cache:
         completer = Completer(model, pool, cache)
-        said, computed = await values_after(completer, prompt, use_cache=False)
-        assert (await values_after(completer, prompt))[0] == said
+        said, computed = await said_and_left(completer, pool, prompt, use_cache=False)
+        assert (await said_and_left(completer, pool, prompt))[0] == said
         assert cache.hit == 0
-        again, restored = await values_after(completer, prompt)
+        again, restored = await said_and_left(completer, pool, prompt)
         assert cache.hit == 282
         assert again == said
         slab = (1, layout.num_layers, 2, layout.num_kv_heads, 512, -1)
         assert torch.equal(restored.view(slab)[..., :284, :], computed.view(slab)[..., :284, :])
         # Another prompt that goes on from there shares the whole blocks, and not the part of one.
-        await values_after(completer, longer)
+        await said_and_left(completer, pool, longer)
         assert cache.hit == 282 + 272
 
 

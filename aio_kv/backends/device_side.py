@@ -87,9 +87,8 @@ class DeviceSide:
         """The stream and an event that the engine is to record on it; None for None, and for one not checked yet."""
         if stream is None:
             return None
-        if (
-            stream.__class__ is Stream
-        ):  # it was checked when it was made, against a device that may be another
+        # A Stream was checked when it was made, against a device that may be another.
+        if stream.__class__ is Stream:
             known = stream if stream.device is self.device else None
         else:
             known = self._known_streams.get(handle_of(stream))

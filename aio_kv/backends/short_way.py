@@ -23,7 +23,7 @@ from aio_kv.transfer import LandingRegion, Transfer
 __all__ = ["copy_pinned", "read_one"]
 
 _INT64 = np.dtype(np.int64)
-_COPIES_MAX = 1 << 16  # listed while the caller waits: a fifth of a millisecond
+_COPIES_MAX = 1 << 16  # in one call: they are listed while the caller waits
 _NO_GROUP: Int64Array = np.empty(0, np.int64)  # of no file: there is nothing to order it against
 
 

@@ -120,9 +120,8 @@ class SlotCache:
         keys = ids // per_slot if per_slot > 1 else ids
         found = self._slot_of.take(keys)  # the slot plus one
         rows = found.astype(np.int64)
-        if (
-            per_slot > 1
-        ):  # found * per_slot + ids % per_slot, in place: every new array costs as much as the sum
+        # (found - 1) * per_slot + ids % per_slot, in place: a new array costs as much as the sum.
+        if per_slot > 1:
             rows *= per_slot
             rows += ids
             keys *= per_slot

@@ -29,9 +29,8 @@ __all__ = ["CascadeTransfer"]
 _log = logging.getLogger("aio_kv")
 _ERRORS_MAX = 8
 _UNKNOWN = -1  # an outcome that is not there yet
-_DONE = int(
-    Outcome.DONE
-)  # looked up once: an attribute of an enumeration costs more than a small array operation
+# Looked up once: an attribute of an enumeration costs more than a small array operation.
+_DONE = int(Outcome.DONE)
 
 
 class CascadeTransfer:

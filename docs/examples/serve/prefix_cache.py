@@ -19,7 +19,8 @@ __all__ = ["PrefixCache"]
 
 _INDEX_FILE = "prefix-index.json"
 _BLOCKS_AT_ONCE = 96
-_TAIL_FROM = 256  # tokens: of a shorter prompt the rest is read in less time than the last token's own pass takes
+# In tokens: reading a shorter prompt takes too little for a pass of the last token alone to pay.
+_TAIL_FROM = 256
 
 
 class PrefixCache:
@@ -116,7 +117,7 @@ class PrefixCache:
     async def _move(self, start: Any, slab: Slab, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Transfers of a layer's next few blocks, all in flight, each started in a turn of its own.
 
-        Others run in between: hits in memory are copied in the call, most of a millisecond for so many blocks.
+        Others run in between: hits in memory are copied in the call.
         """
         transfers: list[Any] = []
         parts = [slice(first, first + _BLOCKS_AT_ONCE) for first in range(0, len(blocks), _BLOCKS_AT_ONCE)]
