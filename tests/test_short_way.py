@@ -367,6 +367,20 @@ async def test_a_capturing_stream_is_refused(gpu: Gpu, tmp_path: Path) -> None:
 
 
 @on_asyncio
+async def test_the_engine_takes_no_fewer_places_than_offsets(gpu: Gpu, tmp_path: Path) -> None:
+    async with known(gpu, tmp_path) as known_:
+        engine, index = known_.kv._require_session().opened.engine, gpu.device.index
+        region, into = known_.region, known_.into
+        source = region.address, region.nbytes, known_.offsets
+        for places, is_taken in ((known_.places[:-1], False), (known_.places, True)):
+            target, record = (into.data_ptr(), into.nbytes, places), new_record(COUNT)
+            ticket = engine.copy_pinned(Kind.LOAD, 0, index, source, target, 4096, record, (0, 0), into)
+            assert (ticket is not None) == is_taken
+            assert ticket is None or engine.wait(ticket, 10)
+        assert is_all(gpu.download(into), NEW)
+
+
+@on_asyncio
 async def test_a_stream_object_goes_with_its_own_device_only(tmp_path: Path) -> None:
     """The default streams of all devices have the same handle."""
     skip_without_gpu()

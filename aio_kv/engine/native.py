@@ -259,6 +259,8 @@ class Engine:
         memory = self._from_buffer("char[]", record, True)
         offsets = self._from_buffer("int64_t[]", region[2])
         places = self._null if device[2] is None else self._from_buffer("int64_t[]", device[2])
+        if places is not self._null and len(places) != len(offsets):
+            return None  # C is told one count for both
         ends = region[0], region[1], offsets, device[0], device[1], places
         with self._lock:
             number = self._lib.akv_engine_copy_pinned(
