@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aio_kv.errors import LayoutError
+from aio_kv.flags import every, some
 from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout
 
@@ -54,6 +55,7 @@ RESULT_DTYPE: Final = np.dtype([("code", "=i4"), ("nbytes", "=u4")])
 PINNED_COPIES_MAX: Final = 1024  # in one op of a load or save (AKV_PINNED_COPIES)
 _OP_AND_RESULT: Final = OP_DTYPE.itemsize + RESULT_DTYPE.itemsize
 _PACK_OP: Final = struct.Struct("=QQIIIIII").pack
+_PACK_COPY: Final = struct.Struct("=QII").pack
 
 # From here on a scattered run is worth one op per piece: it can use a registered buffer, a vectored op cannot.
 _VECTORED_STRIDE_MAX: Final = 64 << 10
@@ -69,7 +71,7 @@ class Placement(IntEnum):
 
 
 # As plain integers: NumPy takes its time with enumerations.
-_DIRECT, _STAGED, _VECTORED, _ = (int(placement) for placement in Placement)
+_DIRECT, _STAGED, _VECTORED, _PINNED = (int(placement) for placement in Placement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,20 +147,22 @@ def plan_groups(
 
     Reads may name a group twice: it is read once and copied twice. Raises `LayoutError` for a group twice in a write.
     """
+    if len(ids) == 1 and layout.stride <= limits.op_nbytes_max:
+        return _one_group(layout, ids.item(), addresses.item(), limits, is_write, is_device)
     apart = None if is_device else _groups_apart(layout, ids, addresses, limits, is_write)
     if apart is not None:
         return apart
-    order = None if _is_increasing(ids) else np.argsort(ids)
+    order = None if _is_increasing(ids) else ids.argsort()
     sorted_ids = ids if order is None else ids[order]
     sorted_addresses = addresses if order is None else addresses[order]
     is_first = np.ones(len(ids), dtype=bool)
     if order is not None:
         np.not_equal(sorted_ids[1:], sorted_ids[:-1], out=is_first[1:])
-    has_twins = order is not None and not is_first.all()
+    has_twins = order is not None and not every(is_first)
     if has_twins and is_write:
         twin = int(sorted_ids[1:][~is_first[1:]][0])
         raise LayoutError(f"group {twin} ({layout.key(twin)}) is twice in one write: which bytes should win?")
-    group_of_request = np.cumsum(is_first) - 1 if has_twins else None
+    group_of_request = is_first.cumsum() - 1 if has_twins else None
     unique = sorted_ids[is_first] if has_twins else sorted_ids
     first_address = sorted_addresses[is_first] if has_twins else sorted_addresses
     is_landable = _landable(layout, first_address, limits, is_write, is_device)
@@ -168,8 +172,24 @@ def plan_groups(
     if layout.stride > limits.op_nbytes_max:
         make = _split_groups
     else:
-        make = _merge_groups if (unique[1:] == unique[:-1] + 1).any() else _single_groups
+        make = _merge_groups if some(unique[1:] == unique[:-1] + 1) else _single_groups
     return make(layout, unique, first_address, is_landable, limits, requests, is_write)
+
+
+def _one_group(
+    layout: GroupLayout, group_id: int, address: int, limits: IoLimits, is_write: bool, is_device: bool
+) -> Plan:
+    """The plan of a single group, which needs no arrays."""
+    layer, index = divmod(group_id, layout.groups_per_layer)
+    is_direct = not is_device and _fits(layout, limits, is_write) and address % limits.memory_alignment == 0
+    place, placement = (address, _DIRECT) if is_direct else (0, _STAGED)
+    nbytes = _tail_nbytes(layout, limits, is_write)
+    packed = _PACK_OP(index * layout.stride, place, nbytes, layer, 0, not is_direct, placement, 0)
+    op = np.frombuffer(packed, OP_DTYPE)
+    if is_direct:
+        return Plan(op, 1, None, 0, None, 1)
+    copy = np.frombuffer(_PACK_COPY(address, 0, layout.payload_nbytes), COPY_DTYPE)
+    return Plan(op, 1, copy, 1, None, 1)
 
 
 def _groups_apart(
@@ -189,7 +209,7 @@ def _groups_apart(
         return None
     order = ids.argsort()
     groups = ids[order]
-    if len(ids) > 1 and np.minimum.reduce(groups[1:] - groups[:-1]) < 2:
+    if np.minimum.reduce(groups[1:] - groups[:-1]) < 2:
         return None
     ops = np.zeros(len(groups), dtype=OP_DTYPE)
     if layout.num_layers > 1:
@@ -215,7 +235,7 @@ def plan_pinned(
     if (
         region[1] <= 1 << _WINDOW_BITS and len(offsets) <= PINNED_COPIES_MAX
     ):  # all in one op: the usual small restore
-        op = _PACK_OP(0, region[0], region[1], 0, 0, len(offsets), Placement.PINNED, 0)
+        op = _PACK_OP(0, region[0], region[1], 0, 0, len(offsets), _PINNED, 0)
         return Plan(op, 1, _pinned_copies(offsets, addresses, piece_nbytes), len(offsets), None, 1)
     windows = offsets >> _WINDOW_BITS
     order = None if windows.min() == windows.max() else np.argsort(windows, kind="stable")
@@ -228,7 +248,7 @@ def plan_pinned(
     ops = np.zeros(len(op_starts), dtype=OP_DTYPE)
     ops["address"] = region[0] + base
     ops["nbytes"] = np.minimum(region[1] - base, (1 << _WINDOW_BITS) + piece_nbytes)
-    ops["placement"] = Placement.PINNED
+    ops["placement"] = _PINNED
     ops["copy_first"] = op_starts
     ops["copy_count"] = np.diff(op_starts, append=len(offsets))
     copies = _pinned_copies(offsets - base[op_of_piece], addresses, piece_nbytes)
@@ -265,19 +285,23 @@ class _Requests:
 
 
 def _is_increasing(ids: Int64Array) -> bool:
-    return bool((ids[1:] > ids[:-1]).all())
+    return every(ids[1:] > ids[:-1])
 
 
 def _landable(
     layout: GroupLayout, addresses: Int64Array, limits: IoLimits, is_write: bool, is_device: bool
 ) -> NDArray[np.bool_]:
-    # A write covers its padding too, which only a staging slot can provide; a read may leave it out.
-    is_whole = layout.payload_nbytes == layout.stride
-    is_fit = is_whole if is_write else layout.payload_nbytes % limits.offset_alignment == 0
-    if is_device or not is_fit:
+    if is_device or not _fits(layout, limits, is_write):
         return np.zeros(len(addresses), dtype=bool)
     is_aligned: NDArray[np.bool_] = (addresses & (limits.memory_alignment - 1)) == 0
     return is_aligned
+
+
+def _fits(layout: GroupLayout, limits: IoLimits, is_write: bool) -> bool:
+    # A write covers its padding too, which only a staging slot can provide; a read may leave it out.
+    if is_write:
+        return layout.payload_nbytes == layout.stride
+    return layout.payload_nbytes % limits.offset_alignment == 0
 
 
 def _tail_nbytes(layout: GroupLayout, limits: IoLimits, is_write: bool) -> int:
@@ -330,7 +354,7 @@ def _merge_groups(
         does_touch &= does_follow | ~is_landable
     groups_max = max(1, min(limits.op_nbytes_max // stride, limits.iov_max))
     op_starts, op_of_group, place_in_op = _cut(does_touch, groups_max)
-    counts = np.diff(op_starts, append=len(groups))
+    counts = np.bincount(op_of_group)
     lands = np.logical_and.reduceat(is_landable, op_starts)
     follows = np.logical_and.reduceat(does_follow | (place_in_op == 0), op_starts)
     if payload == stride:
@@ -351,11 +375,12 @@ def _merge_groups(
 def _cut(does_touch: NDArray[np.bool_], groups_max: int) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Cut groups into ops: where each op starts, the op of each group, and the group's place in it."""
     position = np.arange(len(does_touch))
-    run_starts = np.flatnonzero(~does_touch)
-    in_run = position - run_starts[np.cumsum(~does_touch) - 1]
+    is_apart = ~does_touch
+    (run_starts,) = is_apart.nonzero()
+    in_run = position - run_starts[is_apart.cumsum() - 1]
     is_start = in_run % groups_max == 0
-    op_starts = np.flatnonzero(is_start)
-    op_of_group = np.cumsum(is_start) - 1
+    (op_starts,) = is_start.nonzero()
+    op_of_group = is_start.cumsum() - 1
     return op_starts, op_of_group, position - op_starts[op_of_group]
 
 
@@ -371,7 +396,7 @@ def _copies(
     copies["nbytes"] = payload
     counts = np.bincount(owner, minlength=len(ops))
     ops["copy_count"] = counts
-    ops["copy_first"] = np.cumsum(counts) - counts
+    ops["copy_first"] = counts.cumsum() - counts
     return copies
 
 
@@ -394,7 +419,7 @@ def _split_groups(
     ops["file_offset"] = (index * layout.stride)[:, None] + piece_starts
     ops["file"] = layer[:, None]
     ops["nbytes"] = np.minimum(step, total - piece_starts)
-    ops["placement"] = np.where(is_landable, Placement.DIRECT, Placement.STAGED)[:, None]
+    ops["placement"] = np.where(is_landable, _DIRECT, _STAGED)[:, None]
     ops["address"] = np.where(is_landable[:, None], addresses[:, None] + piece_starts, 0)
     # The payload may end before the last pieces, which are padding and have nothing to copy.
     lengths = np.clip(layout.payload_nbytes - piece_starts, 0, step)
@@ -412,7 +437,7 @@ def _split_copies(
     lengths: Int64Array,
 ) -> NDArray[Any]:
     used = np.flatnonzero(lengths)
-    needs_copy = (ops["placement"] != Placement.DIRECT)[first_op]
+    needs_copy = (ops["placement"] != _DIRECT)[first_op]
     owner = (first_op[needs_copy][:, None] + used).reshape(-1)
     copies = np.zeros((int(needs_copy.sum()), len(used)), dtype=COPY_DTYPE)
     copies["address"] = requests.addresses[needs_copy][:, None] + piece_starts[used]
@@ -421,5 +446,5 @@ def _split_copies(
     order = np.argsort(owner, kind="stable")
     counts = np.bincount(owner, minlength=len(ops))
     ops["copy_count"] = counts
-    ops["copy_first"] = np.cumsum(counts) - counts
+    ops["copy_first"] = counts.cumsum() - counts
     return copies.reshape(-1)[order]

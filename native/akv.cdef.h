@@ -271,3 +271,8 @@ int akv_engine_free(akv_engine *engine);
 /* Private, huge-page, DONTFORK, touched memory: the only kind the engine stages in. NULL: no memory. */
 void *akv_slab_new(uint64_t nbytes);
 int akv_slab_free(void *slab, uint64_t nbytes);
+/* Copies between rows of `row_nbytes` in `memory` and as many bytes at each of `places` (addresses): to the rows when
+ * `inward`, else from them. The two must not overlap, and rows that are written are each named once. -ERANGE: a row outside of the
+ * memory, or a place of 0; then nothing has been copied. */
+int akv_copy_rows(void *memory, uint64_t memory_nbytes, uint64_t row_nbytes, const int64_t *rows, const int64_t *places,
+                  uint64_t count, int inward);

@@ -45,8 +45,9 @@ from aio_kv.policy import POLICY_NAMES
 from aio_kv.testing import MemoryBackend, SeededScheduler
 
 LAYOUT = GroupLayout(1, 6, 2, 1, 8, 1, alignment=512)  # 24 groups of 8 bytes, 4 to a block
-OPERATIONS = 64
+OPERATIONS = 60
 TASKS = 4
+PRIORITIES = tuple(Priority)
 TIGHT = EngineOptions(queue_depth=3, max_requests=8, max_transfers=6, drain_timeout=5.0)
 
 
@@ -72,7 +73,8 @@ class LateCopy:
 
     @property
     def report(self) -> TransferReport:
-        outcomes = np.full(self._count, self.outcome_of_all, np.int8)
+        outcomes = np.empty(self._count, np.int8)
+        outcomes.fill(int(self.outcome_of_all))
         errors = ()
         if self.outcome_of_all is not Outcome.DONE:
             errors = (storage_error(125, action="copy", file="late", file_offset=None, nbytes=None),)
@@ -264,7 +266,7 @@ class Simulation:
         ids = self.some_groups()
         numbers = np.arange(self.model.numbers + 1, self.model.numbers + 1 + len(ids))
         try:
-            transfer = self.cascade.write_groups(ids, numbers, priority=self.random.choice(list(Priority)))
+            transfer = self.cascade.write_groups(ids, numbers, priority=self.random.choice(PRIORITIES))
         except AioKvError:
             return  # refused: nothing of it happens
         written = self.model.write(ids)
@@ -278,9 +280,9 @@ class Simulation:
     async def read(self) -> None:
         ids = self.some_groups()
         ids += ids[: self.random.choice([0, 0, 1])]
-        found = np.full(len(ids), -1, np.int64)
+        found = np.empty(len(ids), np.int64)
         try:
-            transfer = self.cascade.read_groups(ids, found, priority=self.random.choice(list(Priority)))
+            transfer = self.cascade.read_groups(ids, found, priority=self.random.choice(PRIORITIES))
         except AioKvError:
             return
         before = self.model.before(ids)

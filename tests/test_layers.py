@@ -20,7 +20,7 @@ LAYERS = {
     5: {"engine", "cuda"},
     4: {"files", "blockdevice", "creation", "direct", "positional"},
     2: {"protocols"},
-    1: {"header", "integers", "layout", "models", "memory", "plan", "policy"},
+    1: {"flags", "header", "integers", "layout", "models", "memory", "plan", "policy"},
     0: {"errors"},
 }
 LAYER_OF = {part: layer for layer, parts in LAYERS.items() for part in parts}

@@ -379,6 +379,7 @@ def test_the_book_is_pure(name: str) -> None:
         "aio_kv.cascade.plans",
         "aio_kv.cascade.states",
         "aio_kv.errors",
+        "aio_kv.flags",
         "aio_kv.integers",
         "aio_kv.policy",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,13 +18,16 @@ from aio_kv.transfer import LandingRegion
 
 __all__ = ["HOST_TYPES", "addresses_of", "memory_of", "pinned_plan", "role_of"]
 
+# Looked up once: every look at a member of an enumeration is a search.
+_READ: Final = Kind.READ
+_LOAD: Final = Kind.LOAD
 # Host memory by type: these need not be asked whether they lie on a GPU.
 HOST_TYPES = frozenset((memoryview, bytearray, bytes, np.ndarray))
 
 
 def role_of(kind: Kind) -> str:
     """What callers call the memory of a transfer of this kind."""
-    return "into" if kind in (Kind.READ, Kind.LOAD) else "source"
+    return "into" if kind is _READ or kind is _LOAD else "source"
 
 
 def memory_of(device: DeviceSide | None, place: object, kind: Kind, stream: Any) -> HostMemory | DeviceMemory:
@@ -41,7 +44,7 @@ def memory_of(device: DeviceSide | None, place: object, kind: Kind, stream: Any)
         raise LayoutError(
             f"{role_of(kind)} is host memory and a stream was given: streams order device memory only"
         )
-    return host_address(place, writable=kind is Kind.READ, what=role_of(kind))
+    return host_address(place, writable=kind is _READ, what=role_of(kind))
 
 
 def addresses_of(

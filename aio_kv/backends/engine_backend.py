@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from aio_kv.transfer.dispatcher import DispatcherStatistics
 
 __all__ = ["AutoBackend", "EngineBackend", "ThreadedBackend", "UringBackend"]
 
+# Looked up once: every look at a member of an enumeration is a search.
+_READ: Final = Kind.READ
+_WRITE: Final = Kind.WRITE
 _NO_GROUP = np.empty(0, np.int64)  # of no file: there is nothing to order it against
 
 
@@ -169,7 +172,7 @@ class EngineBackend:
             transfer = self._read_one(group_id, request.into, priority)
             if transfer is not None:
                 return transfer
-        return self._requests(Kind.READ, requests, stream, deadline, priority)
+        return self._requests(_READ, requests, stream, deadline, priority)
 
     def write(
         self,
@@ -184,7 +187,7 @@ class EngineBackend:
         Arguments and errors are those of `read`; a group twice in one call is a `LayoutError`. Done means that the
         file has the bytes, not that they would survive a power cut: that is `flush`.
         """
-        return self._requests(Kind.WRITE, requests, stream, deadline, priority)
+        return self._requests(_WRITE, requests, stream, deadline, priority)
 
     def read_groups(
         self,
@@ -204,7 +207,7 @@ class EngineBackend:
             transfer = self._read_one(group_ids[0], into, priority)
             if transfer is not None:
                 return transfer
-        return self._groups(Kind.READ, group_ids, into, stream, deadline, priority)
+        return self._groups(_READ, group_ids, into, stream, deadline, priority)
 
     def write_groups(
         self,
@@ -219,7 +222,7 @@ class EngineBackend:
 
         See `write`.
         """
-        return self._groups(Kind.WRITE, group_ids, source, stream, deadline, priority)
+        return self._groups(_WRITE, group_ids, source, stream, deadline, priority)
 
     def read_block(
         self,
@@ -232,7 +235,7 @@ class EngineBackend:
         priority: Priority = Priority.DEMAND,
     ) -> Transfer:
         """Start reading all groups of a block as one I/O, packed in (kind, head) order without padding. See `read`."""
-        return self._groups(Kind.READ, self._block_ids(layer, block), into, stream, deadline, priority)
+        return self._groups(_READ, self._block_ids(layer, block), into, stream, deadline, priority)
 
     def write_block(
         self,
@@ -245,7 +248,7 @@ class EngineBackend:
         priority: Priority = Priority.DEMAND,
     ) -> Transfer:
         """Start writing all groups of a block as one I/O, packed in (kind, head) order without padding. See `write`."""
-        return self._groups(Kind.WRITE, self._block_ids(layer, block), source, stream, deadline, priority)
+        return self._groups(_WRITE, self._block_ids(layer, block), source, stream, deadline, priority)
 
     def _block_ids(self, layer: int, block: int) -> Int64Array:
         first = self._layout.block_group_id(layer, block)
@@ -270,7 +273,7 @@ class EngineBackend:
         self, kind: Kind, requests: Iterable[Any], stream: Any, deadline: float | None, priority: Priority
     ) -> Transfer:
         session = self._require_session()
-        wanted = Read if kind is Kind.READ else Write
+        wanted = Read if kind is _READ else Write
         ids: list[int] = []
         memories: list[HostMemory | DeviceMemory] = []
         for index, request in enumerate(limited(requests)):
@@ -314,7 +317,7 @@ class EngineBackend:
         count = len(ids)
         plan, first, last = EMPTY_PLAN, 0, 0
         if count:
-            is_write = kind is Kind.WRITE
+            is_write = kind is _WRITE
             plan = plan_groups(
                 self._layout, ids, addresses, session.limits, is_write=is_write, is_device=is_device
             )
@@ -343,7 +346,7 @@ class EngineBackend:
     ) -> Transfer:
         check_priority(priority)
         deadline_ns = 0 if deadline is None else session.deadline_ns(deadline)
-        if kind is Kind.WRITE and session.files.read_only:
+        if kind is _WRITE and session.files.read_only:
             raise LayoutError(
                 f"{session.files.directories[0]} was opened read_only: open it without to write"
             )
@@ -352,11 +355,12 @@ class EngineBackend:
 
     def _hand_over(self, session: Session, transfer: Transfer, first_address: int, last_address: int) -> None:
         session.hand_over(transfer, first_address, last_address + self._layout.payload_nbytes - 1)
-        if transfer.kind is Kind.WRITE:
+        if transfer.kind is _WRITE:
             session.note_write(transfer, self._layers_of(transfer.group_ids))
 
     def _layers_of(self, ids: Int64Array) -> set[int]:
-        return set(np.unique(ids // self._layout.groups_per_layer).tolist())
+        layers = ids // self._layout.groups_per_layer
+        return set((layers if len(layers) <= 32 else np.unique(layers)).tolist())
 
     async def register_landing_region(self, memory: Any) -> LandingRegion:
         """Register caller-owned host memory, so that I/O in it needs no staging and no page pinning.

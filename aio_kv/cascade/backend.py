@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from aio_kv.cascade.call import Call, checked_how, groups_call, requests_call
 from aio_kv.cascade.options import CascadeOptions
 from aio_kv.cascade.plans import ReadPlan
 from aio_kv.cascade.session import CascadeSession
-from aio_kv.cascade.slab import HostPlaces, slots_for
+from aio_kv.cascade.slab import slots_for
 from aio_kv.cascade.statistics import CascadeStatistics
 from aio_kv.cascade.transfer import CascadeTransfer
 from aio_kv.engine import Kind
@@ -31,6 +31,10 @@ from aio_kv.protocols import AsyncStorageBackend, Priority, Read, Write
 from aio_kv.transfer.loops import current_binding
 
 __all__ = ["CascadeBackend"]
+
+# Looked up once: every look at a member of an enumeration is a search.
+_READ: Final = Kind.READ
+_WRITE: Final = Kind.WRITE
 
 
 class CascadeBackend:
@@ -152,7 +156,7 @@ class CascadeBackend:
                     return transfer
         session = self._require_session()
         how = checked_how(session.binding, stream, deadline, priority)
-        return self._read(session, requests_call(self._layout, session.device, Kind.READ, requests, how))
+        return self._read(session, requests_call(self._layout, session.device, _READ, requests, how))
 
     def read_groups(
         self,
@@ -171,7 +175,7 @@ class CascadeBackend:
                 return transfer
         session = self._require_session()
         how = checked_how(session.binding, stream, deadline, priority)
-        return self._read(session, groups_call(self._layout, session.device, Kind.READ, group_ids, into, how))
+        return self._read(session, groups_call(self._layout, session.device, _READ, group_ids, into, how))
 
     def write(
         self,
@@ -187,7 +191,7 @@ class CascadeBackend:
         """
         session = self._require_session()
         how = checked_how(session.binding, stream, deadline, priority)
-        return self._start(session, requests_call(self._layout, session.device, Kind.WRITE, requests, how))
+        return self._start(session, requests_call(self._layout, session.device, _WRITE, requests, how))
 
     def write_groups(
         self,
@@ -201,9 +205,7 @@ class CascadeBackend:
         """Start writing groups by number from one buffer or a `Scatter`; see `write`."""
         session = self._require_session()
         how = checked_how(session.binding, stream, deadline, priority)
-        return self._start(
-            session, groups_call(self._layout, session.device, Kind.WRITE, group_ids, source, how)
-        )
+        return self._start(session, groups_call(self._layout, session.device, _WRITE, group_ids, source, how))
 
     def read_block(
         self,
@@ -244,7 +246,7 @@ class CascadeBackend:
             return self._start(session, call)
         plan = cache.plan_read(call.ids)
         if plan.hits == count and not call.is_device:
-            session.slab.copy_out(plan.rows, HostPlaces(call.addresses, call.payload))
+            session.slab.copy_out(plan.rows, call.addresses)
             cache.touch(cache.slots_of(plan.rows))
             conductor.note_hits(count, call.payload)
             return CascadeTransfer.finished(conductor, call.ids, call.payload)
@@ -282,7 +284,7 @@ class CascadeBackend:
         return CascadeTransfer.finished(session.conductor, ids, place.nbytes)
 
     def _start(self, session: CascadeSession, call: Call, plan: ReadPlan | None = None) -> CascadeTransfer:
-        if call.kind is Kind.WRITE and session.is_read_only:
+        if call.kind is _WRITE and session.is_read_only:
             raise LayoutError("the files of the backing were opened read_only: open them without to write")
         transfer = CascadeTransfer(session.conductor, call)
         session.conductor.start(transfer, plan)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from aio_kv.backends.call_memory import addresses_of, memory_of, role_of
 from aio_kv.backends.device_side import DeviceSide
-from aio_kv.cascade.slab import HostPlaces
 from aio_kv.engine import Kind
 from aio_kv.errors import LayoutError
+from aio_kv.flags import some
 from aio_kv.integers import Int64Array
 from aio_kv.layout import GroupLayout
 from aio_kv.memory import DeviceMemory, HostMemory
@@ -23,9 +22,11 @@ from aio_kv.transfer import LoopBinding
 
 __all__ = ["Call", "How", "groups_call", "requests_call"]
 
+# Looked up once: every look at a member of an enumeration is a search.
+_READ: Final = Kind.READ
 
-@dataclass(frozen=True, slots=True)
-class How:
+
+class How(NamedTuple):
     """What every call may say: which stream, until when, how urgently; `deadline_ns` on CLOCK_MONOTONIC, 0 for none."""
 
     stream: Any
@@ -55,8 +56,7 @@ def checked_how(binding: LoopBinding, stream: Any, deadline: float | None, prior
     return How(stream, deadline, priority, max(1, time.monotonic_ns() + int(left * 1e9)))
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """The groups of one call and their places.
 
     `ids` are the cascade's own; `addresses` say where each group lies in the caller's memory, which `owner` keeps
@@ -72,9 +72,9 @@ class Call:
     owner: object
     how: How
 
-    def host_places(self, index: Int64Array) -> HostPlaces:
-        """Where some of the groups lie in host memory."""
-        return HostPlaces(self.addresses[index], self.payload)
+    def places(self, index: Int64Array) -> Int64Array:
+        """The addresses of some of the groups."""
+        return self.addresses if len(index) == len(self.ids) else self.addresses[index]
 
     def parts(self, index: Int64Array) -> Iterator[slice]:
         """Slices of `index` that can each be copied in one go: on a device, what lies in one piece of memory."""
@@ -122,7 +122,7 @@ def requests_call(
     layout: GroupLayout, device: DeviceSide | None, kind: Kind, requests: Any, how: How
 ) -> Call:
     """Check a call by requests, each with its own memory. Raises `LayoutError`, `UnavailableError`."""
-    wanted = Read if kind is Kind.READ else Write
+    wanted = Read if kind is _READ else Write
     listed: list[Any] = []
     ids: list[int] = []
     memories: list[HostMemory | DeviceMemory] = []
@@ -154,10 +154,11 @@ def _is_device(kind: Kind, memories: Sequence[HostMemory | DeviceMemory]) -> boo
 
 
 def _check_unique(layout: GroupLayout, kind: Kind, ids: Int64Array) -> None:
-    if kind is Kind.READ or len(ids) < 2:
+    if kind is _READ or len(ids) < 2:
         return
-    ordered = np.sort(ids)
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if len(twice):
-        key = layout.key(int(ordered[twice[0]]))
+    ordered = ids.copy()
+    ordered.sort()
+    is_twice = ordered[1:] == ordered[:-1]
+    if some(is_twice):
+        key = layout.key(int(ordered[np.argmax(is_twice)]))
         raise LayoutError(f"group {key} is named twice in one write: which bytes should stay?")

@@ -29,6 +29,7 @@ from aio_kv.cascade.slot_cache import SlotCache
 from aio_kv.cascade.statistics import ConductorCounts
 from aio_kv.cascade.transfer import CascadeTransfer, cancelled_error
 from aio_kv.errors import AioKvError, BusyError, ClosedError, DeadlineError, DeviceError, StorageError
+from aio_kv.flags import every
 from aio_kv.integers import Int64Array
 from aio_kv.protocols import Priority, Scatter
 from aio_kv.transfer import LoopBinding, Outcome, TransferReport
@@ -38,7 +39,8 @@ from aio_kv.transfer.dispatcher import overlaps
 __all__ = ["Conductor"]
 
 # Looked up once: an attribute of an enumeration costs more than a small array operation.
-_DONE: Final = Outcome.DONE
+_DONE: Final = int(Outcome.DONE)
+_NOTHING: Final = np.empty(0, np.int64)
 _MAX_TRANSFERS = 1024
 
 
@@ -115,7 +117,7 @@ class Conductor:
         try:
             self._advance(transfer, plan)
         except AioKvError as error:
-            if not transfer.has_begun.any():
+            if not transfer.has_partly_begun:
                 raise
             if isinstance(error, BusyError):
                 self._wait_for_backing(transfer)
@@ -134,7 +136,7 @@ class Conductor:
 
     def _hold_behind_conflicts(self, transfer: CascadeTransfer) -> None:
         for other in self._active if transfer.is_write else self._writers:
-            is_ahead = other.is_write or other.is_filling or not other.has_begun.all()
+            is_ahead = other.is_write or other.is_filling or not other.has_begun
             if is_ahead and overlaps(other.sorted_ids, transfer.sorted_ids):
                 transfer.blockers += 1
                 other.dependents.append(transfer)
@@ -156,11 +158,11 @@ class Conductor:
 
     def is_waiting(self, transfer: Any) -> bool:
         """Whether some of it has not begun, which nobody but its awaiter watches the deadline of."""
-        return not transfer.has_begun.all()
+        return not transfer.has_begun
 
     def expire(self, transfer: Any) -> None:
         """Past its deadline: answer what has not begun."""
-        if not transfer.is_done and not transfer.has_begun.all():
+        if not transfer.is_done and not transfer.has_begun:
             transfer.drop_pending(Outcome.LATE, _late(transfer))
             self._conclude(transfer)
             self.pump()
@@ -255,10 +257,12 @@ class Conductor:
         ids = transfer.call.ids if len(index) == transfer.request_count else transfer.call.ids[index]
         plan = self._cache.plan_write(ids, keeps_all=mover.is_late)
         self._slab.copy_within(plan.copied_from, plan.copied_to)
-        has_room = plan.rows >= 0
-        index, rows, left = index[has_room], plan.rows[has_room], ids[~has_room]
-        transfer.tried_at = self._cache.openings
-        transfer.short = len(np.unique(left // self._cache.groups_per_slot)) if len(left) else 0
+        rows = plan.rows
+        has_room = rows >= 0
+        transfer.tried_at, transfer.short = self._cache.openings, 0
+        if not every(has_room):
+            transfer.short = len(np.unique(ids[~has_room] // self._cache.groups_per_slot))
+            index, rows = index[has_room], rows[has_room]
         if not len(index):
             self._wait_for_room(transfer)
             return
@@ -299,14 +303,18 @@ class Conductor:
         self, transfer: CascadeTransfer, index: Int64Array, outcomes: Any, errors: tuple[AioKvError, ...]
     ) -> None:
         transfer.settle(index, outcomes, errors)
-        landed = int(np.count_nonzero(transfer.outcomes[index] == _DONE))
+        landed = len(index) if outcomes.__class__ is int else int(np.count_nonzero(outcomes == _DONE))
         self.counts.written_groups += landed
         self.counts.written_nbytes += landed * transfer.call.payload
 
     def _keep_landed(
         self, transfer: CascadeTransfer, fill: _Fill, rows: Int64Array, report: TransferReport
     ) -> None:
-        fill.landed.append(rows[report.outcomes == _DONE])
+        is_landed = report.outcomes == _DONE
+        if every(is_landed):
+            fill.landed.append(rows)
+            return
+        fill.landed.append(rows[is_landed])
         torn = rows[report.outcomes == Outcome.FAILED]
         if not len(torn):
             return
@@ -320,7 +328,7 @@ class Conductor:
     def _close_fill(self, fill: _Fill) -> None:
         fill.open -= 1
         if fill.open == 0:
-            landed = np.concatenate([np.empty(0, np.int64), *fill.landed])
+            landed = fill.landed[0] if len(fill.landed) == 1 else np.concatenate([_NOTHING, *fill.landed])
             self._cache.commit(fill.plan, landed, is_dirty=fill.is_dirty)
 
     def _promote(self, transfer: CascadeTransfer, index: Int64Array) -> Int64Array:
@@ -372,7 +380,7 @@ class Conductor:
         is_here = outcomes == _DONE
         transfer.settle(coming[~is_here], outcomes[~is_here], report.errors)
         arrived = coming[is_here]
-        transfer.has_begun[arrived] = False  # they are resident: what is left is an ordinary read of them
+        transfer.begin_again(arrived)  # they are resident: what is left is an ordinary read of them
         transfer.fills -= 1
         if len(arrived):
             self._ready.append(transfer)
@@ -437,12 +445,12 @@ class Conductor:
 
     def _has_gone(self, first: CascadeTransfer) -> bool:
         """Let the first in line go as far as it can; whether that is to its end."""
-        if first.is_done or first.has_begun.all():
+        if first.is_done or first.has_begun:
             return True
         if first.short and first.tried_at == self._cache.openings and not first.call.how.is_late:
             return False  # nothing has changed for it
         self._advance_or_fail(first)
-        return bool(first.has_begun.all())
+        return first.has_begun
 
     def _advance_or_fail(self, transfer: CascadeTransfer) -> None:
         try:
@@ -502,7 +510,7 @@ class Conductor:
         return True
 
     def _is_over(self, transfer: CascadeTransfer) -> bool:
-        return bool(transfer.has_begun.all()) and not transfer.children
+        return transfer.has_begun and not transfer.children
 
     def _conclude(self, transfer: CascadeTransfer) -> None:
         if not transfer.is_done and self._is_over(transfer):
@@ -558,7 +566,7 @@ class Conductor:
         self.is_closing = True
         dropped = 0
         for transfer in tuple(self._active):
-            is_pending = not transfer.has_begun.all()
+            is_pending = not transfer.has_begun
             dropped += transfer.is_write and is_pending
             transfer.excuse()
             transfer.drop_pending(Outcome.CANCELLED, cancelled_error(transfer.action))

@@ -17,12 +17,14 @@ from aio_kv.cascade.plans import FlushPlan
 from aio_kv.cascade.slab import Slab
 from aio_kv.cascade.slot_cache import SlotCache
 from aio_kv.errors import AioKvError, BusyError
+from aio_kv.flags import every
 from aio_kv.integers import Int64Array
 from aio_kv.protocols import Priority, Scatter
 from aio_kv.transfer import LoopBinding, Outcome
 
 __all__ = ["Flusher"]
 
+_DONE: Final = int(Outcome.DONE)
 _BATCH_NBYTES: Final = 4 << 20
 _BATCHES_MAX: Final = 4
 
@@ -146,12 +148,14 @@ class Flusher:
         except AioKvError as error:
             self._fail(plan, error)
             return
-        is_landed = report.outcomes == Outcome.DONE
+        is_landed = report.outcomes == _DONE
         self._cache.flushed(plan, is_landed)
-        self.unsynced.add(plan.group_ids[is_landed])
-        self.counts.flushed_groups += int(np.count_nonzero(is_landed))
-        if not is_landed.all():
+        landed = plan.group_ids
+        if not every(is_landed):
+            landed = landed[is_landed]
             self._note_failure(report.errors[0] if report.errors else None)
+        self.unsynced.add(landed)
+        self.counts.flushed_groups += len(landed)
 
     def _fail(self, plan: FlushPlan, error: AioKvError) -> None:
         self._cache.flushed(plan, np.zeros(len(plan.rows), np.bool_))

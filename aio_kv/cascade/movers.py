@@ -37,11 +37,11 @@ class HostMover:
 
     def load(self, call: Call, index: Int64Array, rows: Int64Array) -> Any:
         """See `Mover`."""
-        self._slab.copy_out(rows, call.host_places(index))
+        self._slab.copy_out(rows, call.places(index))
 
     def save(self, call: Call, index: Int64Array, rows: Int64Array) -> Any:
         """See `Mover`."""
-        self._slab.copy_in(rows, call.host_places(index))
+        self._slab.copy_in(rows, call.places(index))
 
 
 class DeviceMover:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,7 @@ __all__ = ["FillPlan", "FlushPlan", "ReadPlan"]
 Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
+class ReadPlan(NamedTuple):
     """Where the groups of a read are.
 
     Attributes:
@@ -29,8 +28,7 @@ class ReadPlan:
     hits: int
 
 
-@dataclass(frozen=True, slots=True)
-class FillPlan:
+class FillPlan(NamedTuple):
     """Where groups that are coming in go. The slots are FILLING until `SlotCache.commit`.
 
     Attributes:
@@ -46,8 +44,7 @@ class FillPlan:
     copied_to: Int64Array
 
 
-@dataclass(frozen=True, slots=True)
-class FlushPlan:
+class FlushPlan(NamedTuple):
     """Dirty groups on their way down. The slots are FLUSHING and leased until `SlotCache.flushed`.
 
     Attributes:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aio_kv.engine.extension import allocate_host
+from aio_kv.engine.extension import allocate_host, has_extension, row_copier
 from aio_kv.errors import LayoutError
 from aio_kv.integers import Int64Array
-from aio_kv.memory import raw_view
+from aio_kv.memory import host_address, raw_view
 
-__all__ = ["HostPlaces", "Slab", "slots_for"]
+__all__ = ["Slab", "numpy_row_copier", "slots_for"]
 
 _PAGE: Final = 4096
 _PIECE_NBYTES: Final = 256 << 10  # what is copied through a temporary array at a time: it stays in the cache
@@ -38,33 +39,6 @@ def _memory_nbytes() -> int | None:
         return None  # not a system that tells
 
 
-class HostPlaces:
-    """Places of one payload each in a caller's host memory, by address. Keeps nothing alive."""
-
-    def __init__(self, addresses: Int64Array, payload: int) -> None:
-        self.payload = payload
-        self._first = int(addresses.min())
-        # Seen as one array over everything between the first and the last place: only the places in it are touched.
-        self._bytes = np.frombuffer(
-            raw_view(self._first, int(addresses.max()) - self._first + payload), np.uint8
-        )
-        self._offsets = addresses - self._first
-        self._is_packed = len(addresses) == 1 or bool((np.diff(addresses) == payload).all())
-
-    def packed(self) -> NDArray[np.uint8] | None:
-        """All places as rows, if they lie one behind the other in order."""
-        return self._bytes.reshape(-1, self.payload) if self._is_packed else None
-
-    def elements(self) -> tuple[NDArray[Any], Int64Array]:
-        """An array with an element of one payload at every byte, and the index of each place in it."""
-        # np.ndarray and not as_strided, which takes ten times as long.
-        count = len(self._bytes) - self.payload + 1
-        view: NDArray[Any] = np.ndarray(
-            (count,), dtype=np.dtype((np.void, self.payload)), buffer=self._bytes, strides=(1,)
-        )
-        return view, self._offsets
-
-
 class Slab:
     """`count` rows of `payload` bytes. The memory is the engine's kind: aligned, on huge pages where there are any."""
 
@@ -72,10 +46,9 @@ class Slab:
         self.payload = payload
         self.nbytes = -(-count * payload // _PAGE) * _PAGE  # what can be registered is whole pages
         self.memory = allocate_host(self.nbytes)
-        flat = np.frombuffer(self.memory, np.uint8, count=count * payload)
-        self._rows = flat.reshape(count, payload)
-        self._elements: NDArray[Any] = flat.view(np.dtype((np.void, payload)))
-        self._step = max(1, _PIECE_NBYTES // payload)
+        self._address = host_address(self.memory, writable=True, what="slab").address
+        make = row_copier if has_extension() else numpy_row_copier
+        self._copy = make(self.memory[: count * payload], payload)
 
     def offsets(self, rows: Int64Array) -> Int64Array:
         """The byte offsets of rows in the memory."""
@@ -85,30 +58,38 @@ class Slab:
         """The bytes of one row."""
         return self.memory[row * self.payload : (row + 1) * self.payload]
 
-    def copy_out(self, rows: Int64Array, places: HostPlaces) -> None:
-        """Copy rows to a caller's memory."""
-        packed = places.packed()
-        if packed is not None:
-            np.take(self._rows, rows, axis=0, out=packed, mode="clip")
-            return
-        target, offsets = places.elements()
-        for start in range(0, len(rows), self._step):
-            piece = slice(start, start + self._step)
-            target[offsets[piece]] = self._elements[rows[piece]]
+    def copy_out(self, rows: Int64Array, places: Int64Array) -> None:
+        """Copy rows to a caller's memory: `places` are the addresses of as many payloads."""
+        self._copy(rows, places, False)
 
-    def copy_in(self, rows: Int64Array, places: HostPlaces) -> None:
+    def copy_in(self, rows: Int64Array, places: Int64Array) -> None:
         """Copy a caller's memory to rows, each named once."""
-        packed = places.packed()
-        if packed is not None:
-            self._rows[rows] = packed
-            return
-        source, offsets = places.elements()
-        for start in range(0, len(rows), self._step):
-            piece = slice(start, start + self._step)
-            self._elements[rows[piece]] = source[offsets[piece]]
+        self._copy(rows, places, True)
 
     def copy_within(self, sources: Int64Array, targets: Int64Array) -> None:
         """Copy rows to other rows, none of which is a source."""
-        for start in range(0, len(sources), self._step):
-            piece = slice(start, start + self._step)
-            self._elements[targets[piece]] = self._elements[sources[piece]]
+        if len(sources):
+            self._copy(sources, self._address + targets * self.payload, False)
+
+
+def numpy_row_copier(memory: memoryview, row_nbytes: int) -> Callable[[Int64Array, Int64Array, bool], None]:
+    """`row_copier` where there is no extension: a quarter slower, since nothing is fetched ahead."""
+    element = np.dtype((np.void, row_nbytes))
+    elements: NDArray[Any] = np.frombuffer(memory, element)
+    step = max(1, _PIECE_NBYTES // row_nbytes)
+
+    def copy(rows: Int64Array, places: Int64Array, inward: bool) -> None:
+        if not len(rows):
+            return
+        # Seen as one array with an element at every byte from the first place to the last: only the places are touched.
+        first = int(places.min())
+        span = raw_view(first, int(places.max()) - first + row_nbytes)
+        outside: NDArray[Any] = np.ndarray((len(span) - row_nbytes + 1,), element, span, strides=(1,))
+        for start in range(0, len(rows), step):
+            row, place = rows[start : start + step], places[start : start + step] - first
+            if inward:
+                elements[row] = outside[place]
+            else:
+                outside[place] = elements[row]
+
+    return copy

@@ -21,18 +21,19 @@ import numpy as np
 from aio_kv.cascade.plans import FillPlan, Flags, FlushPlan, ReadPlan
 from aio_kv.cascade.states import SlotEvent, SlotState, next_states
 from aio_kv.errors import LayoutError
+from aio_kv.flags import every, some
 from aio_kv.integers import Int64Array
 from aio_kv.policy import make_policy
 from aio_kv.policy.order import SlotOrder
 
 __all__ = ["CacheCounts", "SlotCache"]
 
-# Looked up once: an attribute of an enumeration costs more than a small array operation.
-_CLEAN: Final = SlotState.CLEAN
-_DIRTY: Final = SlotState.DIRTY
-_FILLING: Final = SlotState.FILLING
-_FLUSHING: Final = SlotState.FLUSHING
-_FREE: Final = SlotState.FREE
+# Looked up once, and states as integers: an enumeration costs more than a small array operation.
+_CLEAN: Final = int(SlotState.CLEAN)
+_DIRTY: Final = int(SlotState.DIRTY)
+_FILLING: Final = int(SlotState.FILLING)
+_FLUSHING: Final = int(SlotState.FLUSHING)
+_FREE: Final = int(SlotState.FREE)
 _EMPTIED: Final = SlotEvent.EMPTIED
 _FAILED: Final = SlotEvent.FAILED
 _FILL: Final = SlotEvent.FILL
@@ -42,6 +43,8 @@ _FLUSH: Final = SlotEvent.FLUSH
 _LANDED: Final = SlotEvent.LANDED
 _SUPERSEDED: Final = SlotEvent.SUPERSEDED
 _NOTHING: Final = np.empty(0, np.int64)
+_FIRST: Final = np.zeros(1, np.int64)
+_NO_SLOT: Final = np.array([-1])  # for any number of keys
 _NEVER: Final = np.iinfo(np.int64).max
 _CAPACITY_MAX: Final = 2**31 - 2  # slot numbers are 32 bit in the table of keys
 _KEYS_MAX: Final = 2**31  # 8 GiB of table, of which the touched pages count
@@ -164,7 +167,7 @@ class SlotCache:
         left = self._leases[slots] - 1
         self._leases[slots] = left
         has_ended = left == 0
-        ended = slots if has_ended.all() else slots[has_ended]
+        ended = slots if every(has_ended) else slots[has_ended]
         if len(ended):
             self.openings += 1
             self._settle(ended)
@@ -172,16 +175,17 @@ class SlotCache:
     def _settle(self, slots: Int64Array) -> None:
         """Slots without leases: those that are CLEAN can be taken again, or are free if they are detached."""
         is_clean = self._state[slots] == _CLEAN
-        clean = slots if is_clean.all() else slots[is_clean]
+        clean = slots if every(is_clean) else slots[is_clean]
         if not len(clean):
             return
         self.openings += 1
         if self._detached:
             is_detached = self._key_of[clean] < 0
-            freed = np.unique(clean[is_detached])
-            self._empty(freed)
-            self._detached -= len(freed)
-            clean = clean[~is_detached]
+            if some(is_detached):
+                freed = np.unique(clean[is_detached])
+                self._empty(freed)
+                self._detached -= len(freed)
+                clean = clean[~is_detached]
         self._takeable[clean] = 1
         self._policy.restore(clean)
 
@@ -202,21 +206,24 @@ class SlotCache:
         slots = self._slot_of.take(keys).astype(np.int64) - 1
         is_resident = slots >= 0
         is_movable: Flags = is_resident
-        if is_resident.any():
+        has_movable = False
+        if some(is_resident):
             is_movable = is_resident & (self._leases.take(slots, mode="clip") > 0)
-            in_place = slots[is_resident & ~is_movable] if is_movable.any() else slots[is_resident]
+            has_movable = some(is_movable)
+            in_place = slots[is_resident & ~is_movable] if has_movable else slots[is_resident]
             self._begin_fill(in_place)
             self.touch(in_place)
         copied_from = copied_to = _NOTHING
-        if not is_resident.all():
+        if not every(is_resident):
             slots[~is_resident] = self._admit(keys[~is_resident])
-        if is_movable.any():
+        if has_movable:
             is_written = self._written_places(is_movable, key_index, places, keeps_all)
             slots[is_movable], copied_from, copied_to = self._move(slots[is_movable], is_written)
         rows = slots[key_index] if len(keys) != len(ids) or self.groups_per_slot > 1 else slots
         if self.groups_per_slot > 1:
             rows = np.where(rows >= 0, rows * self.groups_per_slot + places, -1)
-        placed = slots if (slots >= 0).all() else slots[slots >= 0]
+        has_slot = slots >= 0
+        placed = slots if every(has_slot) else slots[has_slot]
         return FillPlan(rows, placed, copied_from, copied_to)
 
     def plan_promote(self, ids: Int64Array) -> FillPlan:
@@ -230,7 +237,7 @@ class SlotCache:
         slots[is_resident & (self._leases.take(slots, mode="clip") > 0)] = -1
         resident = slots[is_resident & (slots >= 0)]
         self._begin_fill(resident)
-        if not is_resident.all():
+        if not every(is_resident):
             slots[~is_resident] = self._admit(keys[~is_resident])
         rows = slots[key_index]
         rows = np.where(rows >= 0, rows * self.groups_per_slot + places, -1)
@@ -239,18 +246,22 @@ class SlotCache:
     def _keys_of(self, ids: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The keys, each once; for each group the index of its key, and its place in the slot."""
         if self.groups_per_slot == 1:
-            return ids, np.arange(len(ids)), np.zeros(1, np.int64)
+            return ids, _FIRST if len(ids) == 1 else np.arange(len(ids)), _FIRST
         all_keys = ids // self.groups_per_slot
         places = ids - all_keys * self.groups_per_slot
+        if len(ids) == 1:
+            return all_keys, _FIRST, places
         keys = _without_repeats(all_keys)
-        if len(keys) < 2 or (keys[1:] > keys[:-1]).all():  # in file order, as whole blocks are
+        if len(keys) < 2 or every(keys[1:] > keys[:-1]):  # in file order, as whole blocks are
             is_next = np.zeros(len(ids), np.int64)
             is_next[1:] = all_keys[1:] != all_keys[:-1]
-            return keys, np.cumsum(is_next), places
+            return keys, is_next.cumsum(), places
         keys, key_index = np.unique(all_keys, return_inverse=True)
         return keys, key_index, places
 
     def _begin_fill(self, slots: Int64Array) -> None:
+        if not len(slots):
+            return
         next_states(self._state, slots, _FILL)
         self._fills[slots] += 1
         self._takeable[slots] = 0
@@ -258,8 +269,9 @@ class SlotCache:
 
     def _admit(self, keys: Int64Array) -> Int64Array:
         """Slots for keys that are not resident; -1 from where there are no more."""
-        wanted = keys.tolist()
-        found = self._policy.admit(wanted, self._free, self._takeable_list, self._key_list)
+        found = self._policy.admit(keys.tolist(), self._free, self._takeable_list, self._key_list)
+        if not found:
+            return _NO_SLOT
         slots = np.array(found, np.int64)
         self._clear(slots)
         self._key_of[slots] = keys[: len(slots)]
@@ -271,9 +283,9 @@ class SlotCache:
 
     def _clear(self, slots: Int64Array) -> None:
         """Slots that the policy gave up, or had free: whatever was in them is gone."""
-        old_keys = self._key_of[slots]
-        evicted = slots[old_keys >= 0]
-        if len(evicted):
+        has_key = self._key_of[slots] >= 0
+        if some(has_key):
+            evicted = slots[has_key]
             self._slot_of[self._key_of[evicted]] = 0
             self._key_of[evicted] = -1
             self._takeable[evicted] = 0
@@ -294,7 +306,7 @@ class SlotCache:
         """Give keys whose slots are leased new slots, for as many as there are; returns slots (or -1) and copies."""
         new = np.full(len(old), -1)
         # Where something is arriving, its bytes cannot be taken along yet: those wait.
-        movable = np.flatnonzero(self._fills[old] == 0)
+        (movable,) = (self._fills[old] == 0).nonzero()
         found = self._policy.evict(len(movable), self._free, self._takeable_list, self._key_list)
         chosen = movable[: len(found)]
         if not len(chosen):
@@ -334,11 +346,16 @@ class SlotCache:
         self._dirty_count += int(np.count_nonzero(self._dirty_since[slots] != _NEVER))
 
     def _set_clean(self, slots: Int64Array) -> None:
+        if not len(slots):
+            return
         self._dirty[slots] = False
-        self._set_since(slots, _NEVER)
+        self._dirty_count -= int(np.count_nonzero(self._dirty_since[slots] != _NEVER))
+        self._dirty_since[slots] = _NEVER
         self._has_failed[slots] = False
         self._flushable[slots] = 0
-        self._dirty_order.remove_many(slots[self._dirty_order.contains(slots)])
+        is_listed = self._dirty_order.contains(slots)
+        if some(is_listed):
+            self._dirty_order.remove_many(slots[is_listed])
 
     def _rows_where(self, flags: Flags, slots: Int64Array) -> Int64Array:
         which, place = np.nonzero(flags)
@@ -357,22 +374,25 @@ class SlotCache:
             return
         self.openings += 1
         self._fills[slots] -= 1
-        has_dirt: Flags = np.logical_or.reduce(self._dirty[slots], axis=1)
+        has_dirt: Flags = self._dirty[slots]
+        has_dirt = has_dirt[:, 0] if self.groups_per_slot == 1 else np.logical_or.reduce(has_dirt, axis=1)
         has_ended = self._fills[slots] == 0
-        if has_dirt.all() and has_ended.all():
+        if every(has_dirt) and every(has_ended):
             self._date(slots)
             self._become_dirty(slots)
             return
-        self._date(slots[has_dirt])
-        self._become_dirty(slots[has_ended & has_dirt])
-        ended = slots[has_ended]
-        has_dirt = has_dirt[has_ended]
-        clean = ended[~has_dirt]
+        if some(has_dirt):
+            self._date(slots[has_dirt])
+            self._become_dirty(slots[has_ended & has_dirt])
+        clean = slots[has_ended & ~has_dirt]
+        if not len(clean):
+            return
         self._set_clean(clean)
         next_states(self._state, clean, _FILLED_CLEAN)
-        is_empty = ~self._valid[clean].any(axis=1)
-        self._forget(clean[is_empty & (self._leases[clean] == 0)])
-        self._settle(clean[~is_empty & (self._leases[clean] == 0)])
+        is_empty = ~np.logical_or.reduce(self._valid[clean], axis=1)
+        is_unread = self._leases[clean] == 0
+        self._forget(clean[is_empty & is_unread])
+        self._settle(clean[~is_empty & is_unread])
 
     def invalidate(self, rows: Int64Array) -> None:
         """Rows that are being filled hold nobody knows what: a failed copy. What was in them is lost."""
@@ -389,11 +409,13 @@ class SlotCache:
             self._dirty_count += count
 
     def _become_dirty(self, slots: Int64Array) -> None:
+        if not len(slots):
+            return
         next_states(self._state, slots, _FILLED_DIRTY)
         self._has_failed[slots] = False
         self._flushable[slots] = 1
         is_known = self._dirty_order.contains(slots)
-        if not is_known.all():
+        if not every(is_known):
             self._dirty_order.append_many(slots[~is_known])
         self._dirty_order.restore(slots)  # those whose turn came while they were being filled
 
@@ -427,10 +449,11 @@ class SlotCache:
         slots = plan.slots
         self.openings += 1
         self._leases[slots] -= 1
-        is_failed = np.isin(slots, plan.rows[~is_landed] // self.groups_per_slot)
-        landed = slots[~is_failed]
-        if len(landed) < len(slots):
+        landed = slots
+        if not every(is_landed):
+            is_failed = np.isin(slots, plan.rows[~is_landed] // self.groups_per_slot)
             self._flush_failed(plan, slots[is_failed], is_landed)
+            landed = slots[~is_failed]
         self._set_clean(landed)
         next_states(self._state, landed, _LANDED)
         self._settle(landed[self._leases[landed] == 0])
@@ -460,7 +483,9 @@ class SlotCache:
     def retry(self, slots: Int64Array | None = None) -> int:
         """Have what could not be flushed (all, or these slots) tried again; returns how many slots that is."""
         is_failed = self._has_failed & (self._state == _DIRTY)
-        failed = np.flatnonzero(is_failed) if slots is None else slots[is_failed[slots]]
+        failed = is_failed.nonzero()[0] if slots is None else slots[is_failed[slots]]
+        if not len(failed):
+            return 0
         self._has_failed[failed] = False
         self._flushable[failed] = 1
         self._dirty_order.restore(failed)
@@ -473,7 +498,7 @@ class SlotCache:
 
     def is_dirty_before(self, mark: int) -> bool:
         """Whether a slot that became dirty before `mark` is still to be flushed, failed ones apart."""
-        return bool(((self._dirty_since < mark) & ~self._has_failed).any())
+        return some((self._dirty_since < mark) & ~self._has_failed)
 
     def failed_groups(self) -> Int64Array:
         """The groups that could not be flushed and were not tried again."""

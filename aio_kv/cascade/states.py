@@ -58,24 +58,25 @@ TRANSITIONS: Final[dict[tuple[SlotState, SlotEvent], SlotState]] = {
     (_CLEAN, SlotEvent.EMPTIED): _FREE,
 }
 
-_NOT_ALLOWED = 255
+_NOT_ALLOWED: Final = 255
 
 
-def _matrix() -> NDArray[np.uint8]:
-    matrix = np.full((len(SlotEvent), len(SlotState)), _NOT_ALLOWED, np.uint8)
+def _next_of_each() -> tuple[NDArray[np.uint8], ...]:
+    rows = tuple(np.full(len(SlotState), _NOT_ALLOWED, np.uint8) for _ in SlotEvent)
     for (state, event), after in TRANSITIONS.items():
-        matrix[event, state] = after
-    return matrix
+        rows[event][state] = after
+    return rows
 
 
-_NEXT = _matrix()
+_NEXT: Final = _next_of_each()  # by event, then by state
 
 
 def next_states(states: NDArray[np.uint8], slots: Int64Array, event: SlotEvent) -> None:
     """Move `slots` of the state array by one event. A move that the table does not have is our own mistake."""
-    after = _NEXT[event].take(states[slots])
-    assert not (after == _NOT_ALLOWED).any(), f"{event.name} of slots in states {set(states[slots].tolist())}"
-    states[slots] = after
+    if len(slots):
+        after = _NEXT[event].take(states[slots])
+        assert _NOT_ALLOWED not in after.tobytes(), f"{event.name} of slots in {set(states[slots].tolist())}"
+        states[slots] = after
 
 
 def diagram() -> str:

@@ -17,6 +17,7 @@ from aio_kv.cascade.call import Call
 from aio_kv.cascade.errand import Child
 from aio_kv.engine import Kind
 from aio_kv.errors import AioKvError, TransferError, storage_error
+from aio_kv.flags import some
 from aio_kv.integers import Int64Array
 from aio_kv.transfer import Outcome, TransferReport
 from aio_kv.transfer.report import summary_of
@@ -31,6 +32,7 @@ _ERRORS_MAX = 8
 _UNKNOWN = -1  # an outcome that is not there yet
 # Looked up once: an attribute of an enumeration costs more than a small array operation.
 _DONE = int(Outcome.DONE)
+_WRITE = Kind.WRITE
 
 
 class CascadeTransfer:
@@ -40,42 +42,46 @@ class CascadeTransfer:
     await asks that what has not begun be dropped, and raises only when the transfer's memory is no longer touched.
     """
 
+    # Defaults of the class: an attribute that is not set costs nothing.
+    blockers = 0  # earlier transfers on the same groups that have not ended
+    fills = 0  # reads below that bring groups up, not ended
+    short = 0  # slots that it waits for
+    tried_at = -1  # what `SlotCache.openings` was when it last looked for them
+    interest = 0
+    is_done = False
+    _sorted_ids: Int64Array | None = None
+    _report: TransferReport | None = None
+    _error: TransferError | None = None
+    _has_observer = False
+
     def __init__(self, conductor: Conductor, call: Call) -> None:
         self.dispatcher = conductor
         self.call = call
         self.request_count = len(call.ids)
         self._ids = call.ids
-        self.is_write = call.kind is Kind.WRITE
+        self.is_write = call.kind is _WRITE
         self.deadline_ns = call.how.deadline_ns
-        self.outcomes = np.full(len(call.ids), _UNKNOWN, np.int8)
-        self.has_begun = np.zeros(len(call.ids), np.bool_)
+        self.outcomes = np.empty(self.request_count, np.int8)
+        self.outcomes.fill(_UNKNOWN)
+        self._is_pending = np.empty(self.request_count, np.bool_)
+        self._is_pending.fill(True)
+        self._pending_count = self.request_count
         self.children: list[Child] = []
         self.dependents: list[CascadeTransfer] = []
-        self.blockers = 0  # earlier transfers on the same groups that have not ended
-        self.fills = 0  # reads below that bring groups up, not ended
-        self.short = 0  # slots that it waits for
-        self.tried_at = -1  # what `SlotCache.openings` was when it last looked for them
-        self.interest = 0
-        self.is_done = False
         self.owner: object = call.owner
         self._errors: list[AioKvError] = []
-        self._sorted_ids: Int64Array | None = None
         self._waiters: list[Callable[[], None]] = []
         self._enqueued_waiters: list[Callable[[], None]] = []
-        self._report: TransferReport | None = None
-        self._error: TransferError | None = None
-        self._has_observer = False
 
     @classmethod
     def finished(cls, conductor: Conductor, ids: Int64Array, payload: int) -> CascadeTransfer:
-        """A read that was done in its call: an attribute that is not set costs nothing."""
+        """A read that was done in its call."""
         transfer = cls.__new__(cls)
         transfer.dispatcher = conductor
         transfer.is_done = transfer._has_observer = True
         transfer.is_write = False
         transfer.request_count = len(ids)
         transfer._ids = ids
-        transfer._error = None
         transfer._report = TransferReport(np.zeros(len(ids), np.int8), len(ids), len(ids) * payload)
         return transfer
 
@@ -133,13 +139,24 @@ class CascadeTransfer:
     def sorted_ids(self) -> Int64Array:
         """The groups in rising order, for comparisons with other transfers."""
         if self._sorted_ids is None:
-            self._sorted_ids = np.sort(self.call.ids)
+            self._sorted_ids = self.call.ids.copy()
+            self._sorted_ids.sort()
         return self._sorted_ids
 
     @property
     def pending(self) -> Int64Array:
         """Which requests have not begun, by number."""
-        return np.flatnonzero(~self.has_begun)
+        return self._is_pending.nonzero()[0]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all requests have begun."""
+        return self._pending_count == 0
+
+    @property
+    def has_partly_begun(self) -> bool:
+        """Whether some request has begun."""
+        return self._pending_count < self.request_count
 
     @property
     def is_filling(self) -> bool:
@@ -151,8 +168,7 @@ class CascadeTransfer:
         """Whether all copies are on a copy stream, or the transfer is done."""
         if self.is_done:
             return True
-        has_begun = bool(self.has_begun.all()) and not self.is_filling
-        return has_begun and all(child.is_enqueued for child in self.children)
+        return self.has_begun and not self.is_filling and all(child.is_enqueued for child in self.children)
 
     def add_waiter(self, wake: Callable[[], None]) -> None:
         """Have `wake` called once when the transfer is done."""
@@ -170,8 +186,17 @@ class CascadeTransfer:
                 wake()
 
     def begin(self, index: Int64Array) -> None:
-        """These requests, by number and in rising order, have begun."""
-        self.has_begun[index if len(index) < self.request_count else slice(None)] = True
+        """These requests, pending ones by number and in rising order, have begun."""
+        self._pending_count -= len(index)
+        if len(index) == self.request_count:
+            self._is_pending.fill(False)
+        else:
+            self._is_pending[index] = False
+
+    def begin_again(self, index: Int64Array) -> None:
+        """These requests, which had begun, are pending once more: what they waited for is there."""
+        self._pending_count += len(index)
+        self._is_pending[index] = True
 
     def settle(self, index: Int64Array, outcomes: Any, errors: tuple[AioKvError, ...] = ()) -> None:
         """What became of some requests, which have begun; `index` in rising order."""
@@ -181,9 +206,10 @@ class CascadeTransfer:
 
     def drop_pending(self, outcome: Outcome, error: AioKvError) -> None:
         """Answer what has not begun."""
-        index = self.pending
-        self.begin(index)
-        self.settle(index, outcome, (error,) if len(index) else ())
+        if not self.has_begun:
+            index = self.pending
+            self.begin(index)
+            self.settle(index, outcome, (error,))
 
     def excuse(self) -> None:
         """A failure from here on needs no mention if nobody awaits it: its cause is known."""
@@ -194,13 +220,13 @@ class CascadeTransfer:
         """How it ended, or of a mix the first end that was not DONE; looking at it is not awaiting it."""
         if self._report is not None and self._report.is_complete:
             return Outcome.DONE
-        ended = self.outcomes[self.outcomes > Outcome.DONE]
+        ended = self.outcomes[self.outcomes > _DONE]
         return Outcome(ended[0]) if len(ended) else Outcome.DONE
 
     @property
     def has_failed(self) -> bool:
         """Whether some request did not succeed."""
-        return bool((self.outcomes > _DONE).any())
+        return some(self.outcomes > _DONE)
 
     def finish(self) -> None:
         """Called by the conductor when nothing of the transfer is in flight: let go of memory, wake everybody."""
@@ -212,9 +238,10 @@ class CascadeTransfer:
             wake()
 
     def _conclude(self) -> TransferReport:
-        is_done = self.outcomes == _DONE
-        failed = int(np.count_nonzero(~is_done))
-        prefix = self.request_count if failed == 0 else int(np.argmin(is_done))
+        is_failed = self.outcomes != _DONE
+        failed, prefix = 0, self.request_count
+        if some(is_failed):
+            failed, prefix = int(np.count_nonzero(is_failed)), int(np.argmax(is_failed))
         nbytes = (self.request_count - failed) * self.call.payload
         report = TransferReport(self.outcomes, prefix, nbytes, tuple(self._errors))
         if failed:

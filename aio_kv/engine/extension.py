@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aio_kv.engine.options import EngineOptions
 from aio_kv.errors import LayoutError, UnavailableError
+from aio_kv.integers import Int64Array
 from aio_kv.plan import IoLimits
 from aio_kv.positional import aligned_buffer
 
@@ -24,6 +25,7 @@ __all__ = [
     "host_function",
     "options_struct",
     "require_extension",
+    "row_copier",
 ]
 
 akv: Any = None
@@ -66,6 +68,24 @@ def allocate_host(nbytes: int) -> memoryview:
             free(slab, nbytes)
 
     return memoryview(akv.ffi.buffer(akv.ffi.gc(pointer, release, nbytes), nbytes))
+
+
+def row_copier(memory: memoryview, row_nbytes: int) -> Callable[[Int64Array, Int64Array, bool], None]:
+    """Return `copy(rows, places, inward)`: rows of `memory` to, or inward from, as many addresses of `row_nbytes` each.
+
+    It keeps `memory` alive, and nothing else: the places are the caller's, and are trusted. Rows are checked.
+    """
+    require_extension()
+    export, array = akv.ffi.from_buffer, akv.ffi.typeof("int64_t[]")
+    base, nbytes, copy_rows = export(memory), len(memory), akv.lib.akv_copy_rows
+
+    def copy(rows: Int64Array, places: Int64Array, inward: bool) -> None:
+        count = len(rows)
+        assert count == len(places), f"{count} rows and {len(places)} places"
+        code = copy_rows(base, nbytes, row_nbytes, export(array, rows), export(array, places), count, inward)
+        assert code == 0, f"errno {-code}: a row outside of {nbytes // row_nbytes}, or a place at 0"
+
+    return copy
 
 
 def host_function() -> int:

@@ -26,7 +26,8 @@ class Lru:
     def admit(self, keys: Sequence[int], free: list[int], takeable: bytearray, key_of: SlotKeys) -> list[int]:
         """See `Policy.admit`."""
         slots = self.evict(len(keys), free, takeable, key_of)
-        self._order.append_many(np.array(slots, np.int64))
+        if slots:
+            self._order.append_many(np.array(slots, np.int64))
         return slots
 
     def evict(self, count: int, free: list[int], takeable: bytearray, key_of: SlotKeys) -> list[int]:

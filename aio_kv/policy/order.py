@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from aio_kv.flags import some
 from aio_kv.integers import Int64Array
 
 __all__ = ["SlotOrder"]
@@ -23,6 +24,7 @@ __all__ = ["SlotOrder"]
 _ABSENT: Final = -1
 _ASIDE: Final = -2
 _ROOM_MIN: Final = 4096
+_FEW: Final = 16  # up to here Python is done before NumPy has begun
 
 
 class SlotOrder:
@@ -74,12 +76,18 @@ class SlotOrder:
         count = len(slots)
         if self._end + count > self._room:
             self._pack(count)
-        if self._aside:
-            self._aside -= len(np.unique(slots[self._place[slots] == _ASIDE]))
+        if self._aside and some(is_aside := self._place[slots] == _ASIDE):
+            self._aside -= len(np.unique(slots[is_aside]))
         end = self._end
-        self._log[end : end + count] = slots
-        self._place[slots] = np.arange(end, end + count)
-        self._end = end + count
+        if count <= _FEW:
+            for slot in slots.tolist():
+                self._log_list[end] = slot
+                self._place_list[slot] = end
+                end += 1
+        else:
+            self._log[end : end + count] = slots
+            self._place[slots] = np.arange(end, end + count)
+        self._end += count
 
     def remove(self, slot: int) -> None:
         """Take a member out."""
@@ -113,7 +121,7 @@ class SlotOrder:
 
     def take_many(self, count: int, takeable: bytearray) -> list[int]:
         """Remove and return up to `count` slots as `take_first` would, one after the other."""
-        if count < 16:
+        if count < _FEW:
             few: list[int] = []
             while len(few) < count and (slot := self.take_first(takeable)) is not None:
                 few.append(slot)
@@ -141,9 +149,10 @@ class SlotOrder:
         """Put those of `slots` that stand aside back in front of all others: they can be taken again."""
         if not self._aside:
             return
-        back = slots[self._place[slots] == _ASIDE]
-        if not len(back):
+        is_aside = self._place[slots] == _ASIDE
+        if not some(is_aside):
             return
+        back = slots[is_aside]
         back = np.fromiter(dict.fromkeys(back.tolist()), np.int64)
         if self._first < len(back):
             self._pack(len(back))

@@ -55,9 +55,12 @@ class S3Fifo:
             else:
                 small.append(slot)
         # They could not have been given up before, so that they come in together makes no difference.
-        self._uses_view[slots] = 0
-        self._small.append_many(np.array(small, np.int64))
-        self._main.append_many(np.array(main, np.int64))
+        if slots:
+            self._uses_view[slots] = 0
+        if small:
+            self._small.append_many(np.array(small, np.int64))
+        if main:
+            self._main.append_many(np.array(main, np.int64))
         return slots
 
     def _give_up(self, coming: int, takeable: bytearray, key_of: SlotKeys) -> int | None:

@@ -8,7 +8,7 @@ which of them fail.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import errno
 import heapq
 import logging
@@ -16,7 +16,7 @@ import random
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,16 @@ from aio_kv.engine.options import EngineOptions
 from aio_kv.engine.waiting import TicketWaiter
 from aio_kv.errors import BusyError, ClosedError, LayoutError
 from aio_kv.layout import GroupLayout
-from aio_kv.memory import raw_view
 from aio_kv.plan import COPY_DTYPE, OP_DTYPE, RESULT_DTYPE, IoLimits, Placement
 
 __all__ = ["MemoryEngine", "MemoryFiles", "Scheduler", "SeededScheduler"]
 
 _log = logging.getLogger("aio_kv")
+# Looked up once: every look at a member of an enumeration is a search.
+_READ: Final = Kind.READ
+_SYNC: Final = Kind.SYNC
+_REGION_ADD: Final = Kind.REGION_ADD
+_DIRECT: Final = int(Placement.DIRECT)
 
 
 class MemoryFiles:
@@ -111,6 +115,19 @@ class _Work:
     next_op: int = 0
 
 
+class _Op(NamedTuple):
+    """An OP_DTYPE record as Python's own numbers."""
+
+    file_offset: int
+    address: int
+    nbytes: int
+    file: int
+    copy_first: int
+    copy_count: int
+    placement: int
+    nbytes_owed: int
+
+
 class MemoryEngine:
     """Reads and writes of batches on `MemoryFiles`; see `aio_kv.engine.Engine` for each method.
 
@@ -130,7 +147,7 @@ class MemoryEngine:
         self._in_flight: list[tuple[_Work, int]] = []
         self._finished: list[Ticket] = []
         self._held = self._sequence = 0
-        self._is_paused = self._is_stopping = self._is_closed = False
+        self._is_paused = self._is_stopping = self._is_closed = self._is_poked = False
         self._counts = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
@@ -176,7 +193,7 @@ class MemoryEngine:
             raise ClosedError("the engine is closed or closing: open a new backend")
         self._sequence += 1
         ticket = Ticket(self._sequence, (), 0, ring=ring, tag=tag)
-        ticket.status = -errno.EOPNOTSUPP if kind is Kind.REGION_ADD else -errno.ENOENT
+        ticket.status = -errno.EOPNOTSUPP if kind is _REGION_ADD else -errno.ENOENT
         self._finish(ticket)
         return ticket
 
@@ -184,9 +201,9 @@ class MemoryEngine:
         """Let ops land, and collect the tickets that this finishes; whoever looks for a moment sees nothing happen."""
         if within_us:
             return []
-        with contextlib.suppress(OSError):
-            while self._reader.recv(4096):
-                pass
+        if self._is_poked and not self._is_closed:
+            self._is_poked = False
+            self._reader.recv(1)
         if self._in_flight and not self._is_paused:
             for _ in range(self._scheduler.count(len(self._in_flight))):
                 self._land(*self._in_flight.pop(self._scheduler.choose(len(self._in_flight))))
@@ -259,11 +276,11 @@ class MemoryEngine:
         return RingInfo(0, False, False, errno.EOPNOTSUPP, 0, 0)
 
     def _poke(self) -> None:
-        # Readable as long as there is something to do. A full pipe is as good as a written one.
+        # Readable as long as there is something to do.
         has_work = (self._in_flight and not self._is_paused) or self._finished or self.is_stopped
-        if has_work and not self._is_closed:
-            with contextlib.suppress(BlockingIOError):
-                self._writer.send(b"x")
+        if has_work and not self._is_closed and not self._is_poked:
+            self._is_poked = True
+            self._writer.send(b"x")
 
     def _begin(self) -> None:
         while self._queue and len(self._in_flight) < self.options.queue_depth:
@@ -291,52 +308,45 @@ class MemoryEngine:
         work.next_op = work.batch.op_count
 
     def _land(self, work: _Work, index: int) -> None:
-        op, kind = work.ops[index], work.batch.kind
-        layer, start, nbytes = int(op["file"]), int(op["file_offset"]), int(op["nbytes"])
-        code = self._scheduler.fate(kind, layer, start, nbytes) or self._check(op, kind)
-        if code == 0 and kind is not Kind.SYNC:
-            stored = memoryview(self._files.layer(layer))[start : start + nbytes]
-            nbytes = len(stored)  # less where the file ends behind what is owed
-            self._move(work, op, stored)
-            self._counts["bytes_read" if kind is Kind.READ else "bytes_written"] += nbytes
+        op, kind = _Op._make(work.ops[index].item()), work.batch.kind
+        nbytes = op.nbytes
+        code = self._scheduler.fate(kind, op.file, op.file_offset, nbytes) or self._check(op, kind)
+        if code == 0 and kind is not _SYNC:
+            # Less where the file ends behind what is owed.
+            nbytes = min(nbytes, self._files.layout.nbytes_per_layer - op.file_offset)
+            self._move(work, op, nbytes)
+            self._counts["bytes_read" if kind is _READ else "bytes_written"] += nbytes
         self._counts["failed_ops"] += code != 0
         self._answer(work, index, code, nbytes if code == 0 else 0)
 
-    def _check(self, op: Any, kind: Kind) -> int:
+    def _check(self, op: _Op, kind: Kind) -> int:
         """What a real device says to an op that it cannot do."""
-        if kind is Kind.SYNC:
+        if kind is _SYNC:
             return 0
-        end = int(op["file_offset"]) + int(op["nbytes"])
-        if (int(op["file_offset"]) | end) % self.limits.offset_alignment:
+        if (op.file_offset | op.nbytes) % self.limits.offset_alignment:
             return -errno.EINVAL
-        if op["placement"] == Placement.DIRECT and int(op["address"]) % self.limits.memory_alignment:
+        if op.placement == _DIRECT and op.address % self.limits.memory_alignment:
             return -errno.EINVAL
         try:
-            size = len(self._files.layer(int(op["file"])))
+            size = len(self._files.layer(op.file))
         except MemoryError:
             return -errno.ENOMEM
-        owed = int(op["nbytes_owed"]) or int(op["nbytes"])
-        return -errno.ENODATA if int(op["file_offset"]) + owed > size else 0
+        return -errno.ENODATA if op.file_offset + (op.nbytes_owed or op.nbytes) > size else 0
 
-    def _move(self, work: _Work, op: Any, stored: memoryview) -> None:
-        is_read = work.batch.kind is Kind.READ
+    def _move(self, work: _Work, op: _Op, nbytes: int) -> None:
+        stored = memoryview(self._files.layer(op.file))[op.file_offset : op.file_offset + nbytes]
+        is_read = work.batch.kind is _READ
+        if op.placement == _DIRECT:
+            self._copy(stored, op.address, is_read)
+            return
         if not is_read:
-            stored[:] = bytes(len(stored))  # What no copy covers is padding.
-        for address, offset, nbytes in self._pieces(work, op, len(stored)):
-            place = stored[offset : offset + nbytes]
-            memory = raw_view(address, nbytes)
-            if is_read:
-                memory[:] = place
-            else:
-                place[:] = memory
+            stored[:] = bytes(nbytes)  # What no copy covers is padding.
+        for address, offset, piece in work.copies[op.copy_first : op.copy_first + op.copy_count].tolist():
+            self._copy(stored[offset : offset + piece], address, is_read)
 
-    def _pieces(self, work: _Work, op: Any, nbytes: int) -> list[tuple[int, int, int]]:
-        """Address, offset in the op, and length of each piece of memory; `nbytes` is how much is moved in all."""
-        if op["placement"] == Placement.DIRECT:
-            return [(int(op["address"]), 0, nbytes)]
-        first, count = int(op["copy_first"]), int(op["copy_count"])
-        pieces: list[tuple[int, int, int]] = work.copies[first : first + count].tolist()
-        return pieces
+    def _copy(self, stored: memoryview, address: int, is_read: bool) -> None:
+        place = ctypes.addressof(ctypes.c_char.from_buffer(stored)) if len(stored) else 0
+        ctypes.memmove(*((address, place) if is_read else (place, address)), len(stored))
 
     def _answer(self, work: _Work, index: int, code: int, arrived: int = 0) -> None:
         work.results[index] = (code, arrived)

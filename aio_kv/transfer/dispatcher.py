@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic_ns
+from typing import Final
 
 import numpy as np
 
 from aio_kv.engine import Batch, Engine, IoEngine, Kind, Ticket
 from aio_kv.errors import BusyError, ClosedError
+from aio_kv.flags import some
 from aio_kv.integers import Int64Array
 from aio_kv.plan import OP_DTYPE, Placement, Plan
 from aio_kv.transfer.binding import LoopBinding, require_current
@@ -29,8 +31,13 @@ from aio_kv.transfer.transfer import Transfer
 __all__ = ["Dispatcher", "DispatcherStatistics", "OpDescription", "overlaps"]
 
 _log = logging.getLogger("aio_kv")
-_ORDERED = (Kind.READ, Kind.WRITE, Kind.SYNC)  # loads and saves touch no file
+# Looked up once: every look at a member of an enumeration is a search.
+_READ: Final = Kind.READ
+_WRITE: Final = Kind.WRITE
+_SYNC: Final = Kind.SYNC
+_ORDERED: Final = (_READ, _WRITE, _SYNC)  # loads and saves touch no file
 _SPIN_NBYTES_MAX = {Kind.READ: 16 << 10, Kind.LOAD: 512 << 10}  # where a short look can pay
+_SET_MAX: Final = 32  # up to here a set is built in less time than NumPy needs to begin
 _CHUNK_OPS = 4096  # ops per batch: long enough to cost nothing, short enough to spread over rings
 
 
@@ -89,11 +96,11 @@ class Dispatcher:
             raise BusyError(
                 f"{len(self._active)} transfers are in flight (max_transfers): await wait_ready() first"
             )
-        if transfer.kind in _ORDERED and (self._writers or (transfer.kind is not Kind.READ and self._active)):
+        if transfer.kind in _ORDERED and (self._writers or (transfer.kind is not _READ and self._active)):
             self._hold_behind_conflicts(transfer)
         self._active[transfer] = None
         self._counts["transfers"] += 1
-        if transfer.kind in (Kind.WRITE, Kind.SYNC):
+        if transfer.kind is _WRITE or transfer.kind is _SYNC:
             self._writers[transfer] = None
         if transfer.blockers:
             transfer.is_held = True
@@ -112,7 +119,7 @@ class Dispatcher:
         return (
             not self._is_closing
             and not self._unfed[priority]
-            and not (kind is Kind.READ and self._writers)
+            and not (kind is _READ and self._writers)
             and len(self._active) < self._max_transfers
         )
 
@@ -130,11 +137,11 @@ class Dispatcher:
         self._counts["transfers"] += 1
 
     def _hold_behind_conflicts(self, transfer: Transfer) -> None:
-        earlier = self._writers if transfer.kind is Kind.READ else self._active
+        earlier = self._writers if transfer.kind is _READ else self._active
         for other in earlier:
-            if transfer.kind is Kind.SYNC:
-                is_conflict = other.kind is Kind.WRITE
-            elif other.kind is Kind.SYNC:
+            if transfer.kind is _SYNC:
+                is_conflict = other.kind is _WRITE
+            elif other.kind is _SYNC:
                 is_conflict = False
             else:
                 is_conflict = overlaps(other.sorted_ids, transfer.sorted_ids)
@@ -290,7 +297,7 @@ class Dispatcher:
         """Refuse new transfers, drop what has not begun, stop the engine; drain until `is_idle`."""
         self._is_closing = True
         dropped = [transfer for transfer in self._active if not transfer.is_done]
-        writes = sum(transfer.kind is Kind.WRITE for transfer in dropped)
+        writes = sum(transfer.kind is _WRITE for transfer in dropped)
         if writes:
             _log.warning("closed with %d writes in flight: those that had not begun are dropped", writes)
         for transfer in dropped:
@@ -355,6 +362,8 @@ def overlaps(a: Int64Array, b: Int64Array) -> bool:
     if len(a) == 0 or len(b) == 0 or a[-1] < b[0] or b[-1] < a[0]:
         return False
     few, many = (a, b) if len(a) <= len(b) else (b, a)
+    if len(many) <= _SET_MAX:
+        return not set(many.tolist()).isdisjoint(few.tolist())
     places = np.searchsorted(many, few)
     places[places == len(many)] = 0  # past the end: compared with the first, which is smaller
-    return bool((many[places] == few).any())
+    return some(many[places] == few)

@@ -175,7 +175,8 @@ class Transfer:
     def sorted_ids(self) -> Int64Array:
         """The groups in rising order, for comparisons with other transfers."""
         if self._sorted_ids is None:
-            self._sorted_ids = np.sort(self.group_ids)
+            self._sorted_ids = self.group_ids.copy()
+            self._sorted_ids.sort()
         return self._sorted_ids
 
     def expect_success(self) -> None:
