@@ -29,7 +29,7 @@ from aio_kv.cascade.slot_cache import SlotCache
 from aio_kv.cascade.statistics import ConductorCounts
 from aio_kv.cascade.transfer import CascadeTransfer, cancelled_error
 from aio_kv.errors import AioKvError, BusyError, ClosedError, DeadlineError, DeviceError, StorageError
-from aio_kv.flags import every
+from aio_kv.flags import every, some
 from aio_kv.integers import Int64Array
 from aio_kv.protocols import Priority, Scatter
 from aio_kv.transfer import LoopBinding, Outcome, TransferReport
@@ -261,11 +261,11 @@ class Conductor:
         has_room = rows >= 0
         transfer.tried_at, transfer.short = self._cache.openings, 0
         if not every(has_room):
-            transfer.short = len(np.unique(ids[~has_room] // self._cache.groups_per_slot))
+            transfer.short = self._slots_for(ids[~has_room])
+            if not some(has_room):
+                self._wait_for_room(transfer)
+                return
             index, rows = index[has_room], rows[has_room]
-        if not len(index):
-            self._wait_for_room(transfer)
-            return
         fill = _Fill(plan, [], is_dirty=True, open=1)
         try:
             for part in transfer.call.parts(index):
@@ -274,6 +274,11 @@ class Conductor:
             self._close_fill(fill)
         if transfer.short:
             self._wait_for_room(transfer)
+
+    def _slots_for(self, ids: Int64Array) -> int:
+        """How many slots hold these groups, each named once."""
+        per_slot = self._cache.groups_per_slot
+        return len(ids) if per_slot == 1 or len(ids) == 1 else len(np.unique(ids // per_slot))
 
     def _wait_for_room(self, transfer: CascadeTransfer) -> None:
         if transfer not in self._line:

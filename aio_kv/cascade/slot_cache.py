@@ -159,11 +159,15 @@ class SlotCache:
 
         A slot that is in the array twice is leased once.
         """
+        if not len(slots):
+            return
         self._leases[slots] += 1
         self._takeable[slots] = 0
 
     def release(self, slots: Int64Array) -> None:
         """Give back what `lease` of the same array took."""
+        if not len(slots):
+            return
         left = self._leases[slots] - 1
         self._leases[slots] = left
         has_ended = left == 0
@@ -213,6 +217,8 @@ class SlotCache:
             in_place = slots[is_resident & ~is_movable] if has_movable else slots[is_resident]
             self._begin_fill(in_place)
             self.touch(in_place)
+        elif self._has_nothing_to_give():
+            return FillPlan(np.full(len(ids), -1), _NOTHING, _NOTHING, _NOTHING)
         copied_from = copied_to = _NOTHING
         if not every(is_resident):
             slots[~is_resident] = self._admit(keys[~is_resident])
@@ -267,8 +273,14 @@ class SlotCache:
         self._takeable[slots] = 0
         self._flushable[slots] = 0
 
+    def _has_nothing_to_give(self) -> bool:
+        """Whether no slot is free and none can be evicted: then the policy need not be asked, which it would remember."""
+        return not self._free and 1 not in self._takeable_list
+
     def _admit(self, keys: Int64Array) -> Int64Array:
         """Slots for keys that are not resident; -1 from where there are no more."""
+        if self._has_nothing_to_give():
+            return _NO_SLOT
         found = self._policy.admit(keys.tolist(), self._free, self._takeable_list, self._key_list)
         if not found:
             return _NO_SLOT

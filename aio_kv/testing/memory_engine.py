@@ -36,6 +36,7 @@ _READ: Final = Kind.READ
 _SYNC: Final = Kind.SYNC
 _REGION_ADD: Final = Kind.REGION_ADD
 _DIRECT: Final = int(Placement.DIRECT)
+_NO_COPIES: Final = np.empty(0, COPY_DTYPE)
 
 
 class MemoryFiles:
@@ -128,6 +129,10 @@ class _Op(NamedTuple):
     nbytes_owed: int
 
 
+def _records(buffer: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return buffer if buffer.__class__ is np.ndarray and buffer.dtype is dtype else np.frombuffer(buffer, dtype)
+
+
 class MemoryEngine:
     """Reads and writes of batches on `MemoryFiles`; see `aio_kv.engine.Engine` for each method.
 
@@ -166,8 +171,8 @@ class MemoryEngine:
         """Hand a batch over; see `Engine.submit`."""
         if self._is_stopping:
             raise ClosedError("the engine is closed or closing: open a new backend")
-        copies = np.empty(0, COPY_DTYPE) if batch.copies is None else np.frombuffer(batch.copies, COPY_DTYPE)
-        ops, results = np.frombuffer(batch.ops, OP_DTYPE), np.frombuffer(batch.results, RESULT_DTYPE)
+        copies = _NO_COPIES if batch.copies is None else _records(batch.copies, COPY_DTYPE)
+        ops, results = _records(batch.ops, OP_DTYPE), _records(batch.results, RESULT_DTYPE)
         if batch.op_count < 1 or min(len(ops), len(results)) < batch.op_count:
             raise LayoutError(f"the batch counts {batch.op_count} ops: its buffers do not hold as many")
         if batch.op_count > self.options.max_requests:
@@ -277,8 +282,9 @@ class MemoryEngine:
 
     def _poke(self) -> None:
         # Readable as long as there is something to do.
-        has_work = (self._in_flight and not self._is_paused) or self._finished or self.is_stopped
-        if has_work and not self._is_closed and not self._is_poked:
+        if self._is_poked or self._is_closed:
+            return
+        if (self._in_flight and not self._is_paused) or self._finished or self.is_stopped:
             self._is_poked = True
             self._writer.send(b"x")
 
@@ -295,7 +301,8 @@ class MemoryEngine:
                 continue
             self._in_flight.append((work, index))
             self._counts["ops"] += 1
-            self._counts["in_flight_max"] = max(self._counts["in_flight_max"], len(self._in_flight))
+            if len(self._in_flight) > self._counts["in_flight_max"]:
+                self._counts["in_flight_max"] = len(self._in_flight)
 
     def _drop(self, work: _Work) -> None:
         if work.next_op == work.batch.op_count:
