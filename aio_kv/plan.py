@@ -55,7 +55,6 @@ RESULT_DTYPE: Final = np.dtype([("code", "=i4"), ("nbytes", "=u4")])
 PINNED_COPIES_MAX: Final = 1024  # in one op of a load or save (AKV_PINNED_COPIES)
 _OP_AND_RESULT: Final = OP_DTYPE.itemsize + RESULT_DTYPE.itemsize
 _PACK_OP: Final = struct.Struct("=QQIIIIII").pack
-_PACK_COPY: Final = struct.Struct("=QII").pack
 
 # From here on a scattered run is worth one op per piece: it can use a registered buffer, a vectored op cannot.
 _VECTORED_STRIDE_MAX: Final = 64 << 10
@@ -147,8 +146,9 @@ def plan_groups(
 
     Reads may name a group twice: it is read once and copied twice. Raises `LayoutError` for a group twice in a write.
     """
-    if len(ids) == 1 and layout.stride <= limits.op_nbytes_max:
-        return _one_group(layout, ids.item(), addresses.item(), limits, is_write, is_device)
+    one = _one_run(layout, ids, addresses, limits, is_write, is_device)
+    if one is not None:
+        return one
     apart = None if is_device else _groups_apart(layout, ids, addresses, limits, is_write)
     if apart is not None:
         return apart
@@ -176,20 +176,49 @@ def plan_groups(
     return make(layout, unique, first_address, is_landable, limits, requests, is_write)
 
 
-def _one_group(
-    layout: GroupLayout, group_id: int, address: int, limits: IoLimits, is_write: bool, is_device: bool
-) -> Plan:
-    """The plan of a single group, which needs no arrays."""
-    layer, index = divmod(group_id, layout.groups_per_layer)
-    is_direct = not is_device and _fits(layout, limits, is_write) and address % limits.memory_alignment == 0
-    place, placement = (address, _DIRECT) if is_direct else (0, _STAGED)
-    nbytes = _tail_nbytes(layout, limits, is_write)
-    packed = _PACK_OP(index * layout.stride, place, nbytes, layer, 0, not is_direct, placement, 0)
-    op = np.frombuffer(packed, OP_DTYPE)
-    if is_direct:
+def _one_run(
+    layout: GroupLayout,
+    ids: Int64Array,
+    addresses: Int64Array,
+    limits: IoLimits,
+    is_write: bool,
+    is_device: bool,
+) -> Plan | None:
+    """The plan where one op holds all groups because they are neighbours in order: one group, one block; else None.
+
+    What `_merge_groups` would answer, without its arrays.
+    """
+    stride, payload, count, first = layout.stride, layout.payload_nbytes, len(ids), ids.item(0)
+    layer, index = divmod(first, layout.groups_per_layer)
+    if (
+        stride > limits.op_nbytes_max
+        or ids.item(-1) - first != count - 1
+        or count > _groups_max(layout, limits)
+        or index + count > layout.groups_per_layer
+        or not (count == 1 or _is_increasing(ids))
+    ):
+        return None
+    does_fit = not is_device and _fits(layout, limits, is_write)
+    does_follow = count == 1 or every(addresses[1:] - addresses[:-1] == stride)
+    if does_fit and not does_follow and stride >= _VECTORED_STRIDE_MAX:
+        return None
+    does_land = does_fit and not np.bitwise_or.reduce(addresses) & (limits.memory_alignment - 1)
+    place, placement, copies = 0, _STAGED, count
+    if does_land and does_follow and (count == 1 or payload == stride):
+        place, placement, copies = addresses.item(0), _DIRECT, 0
+    elif does_land and payload == stride:
+        placement = _VECTORED
+    nbytes = (count - 1) * stride + _tail_nbytes(layout, limits, is_write)
+    op = np.frombuffer(_PACK_OP(index * stride, place, nbytes, layer, 0, copies, placement, 0), OP_DTYPE)
+    if not copies:
         return Plan(op, 1, None, 0, None, 1)
-    copy = np.frombuffer(_PACK_COPY(address, 0, layout.payload_nbytes), COPY_DTYPE)
-    return Plan(op, 1, copy, 1, None, 1)
+    offsets = np.arange(0, count * stride, stride)
+    return Plan(op, 1, _piece_copies(offsets, addresses, payload), count, None, 1)
+
+
+def _groups_max(layout: GroupLayout, limits: IoLimits) -> int:
+    """How many groups one op holds at most."""
+    return max(1, min(limits.op_nbytes_max // layout.stride, limits.iov_max))
 
 
 def _groups_apart(
@@ -236,7 +265,7 @@ def plan_pinned(
         region[1] <= 1 << _WINDOW_BITS and len(offsets) <= PINNED_COPIES_MAX
     ):  # all in one op: the usual small restore
         op = _PACK_OP(0, region[0], region[1], 0, 0, len(offsets), _PINNED, 0)
-        return Plan(op, 1, _pinned_copies(offsets, addresses, piece_nbytes), len(offsets), None, 1)
+        return Plan(op, 1, _piece_copies(offsets, addresses, piece_nbytes), len(offsets), None, 1)
     windows = offsets >> _WINDOW_BITS
     order = None if windows.min() == windows.max() else np.argsort(windows, kind="stable")
     if order is not None:
@@ -251,13 +280,13 @@ def plan_pinned(
     ops["placement"] = _PINNED
     ops["copy_first"] = op_starts
     ops["copy_count"] = np.diff(op_starts, append=len(offsets))
-    copies = _pinned_copies(offsets - base[op_of_piece], addresses, piece_nbytes)
+    copies = _piece_copies(offsets - base[op_of_piece], addresses, piece_nbytes)
     return Plan(
         ops, len(ops), copies, len(copies), _Requests(order, addresses, None).in_call_order(op_of_piece), 1
     )
 
 
-def _pinned_copies(op_offsets: Int64Array, addresses: Int64Array, piece_nbytes: int) -> NDArray[Any]:
+def _piece_copies(op_offsets: Int64Array, addresses: Int64Array, piece_nbytes: int) -> NDArray[Any]:
     copies = np.empty(len(op_offsets), dtype=COPY_DTYPE)
     copies["address"] = addresses
     copies["op_offset"] = op_offsets
@@ -352,8 +381,7 @@ def _merge_groups(
     np.equal(addresses[1:], addresses[:-1] + stride, out=does_follow[1:])
     if stride >= _VECTORED_STRIDE_MAX:
         does_touch &= does_follow | ~is_landable
-    groups_max = max(1, min(limits.op_nbytes_max // stride, limits.iov_max))
-    op_starts, op_of_group, place_in_op = _cut(does_touch, groups_max)
+    op_starts, op_of_group, place_in_op = _cut(does_touch, _groups_max(layout, limits))
     counts = np.bincount(op_of_group)
     lands = np.logical_and.reduceat(is_landable, op_starts)
     follows = np.logical_and.reduceat(does_follow | (place_in_op == 0), op_starts)

@@ -226,6 +226,32 @@ def test_device_memory_is_never_read_by_the_disk(case: Case) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=100)
+@given(cases(twins=False), st.booleans(), st.booleans())
+def test_one_run_is_planned_as_any_other(case: Case, is_write: bool, is_device: bool) -> None:
+    """What `_one_run` and `_groups_apart` answer without many arrays is what the general way would have answered."""
+    quick = case.plan(is_write=is_write, is_device=is_device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aio_kv.plan._one_run", lambda *arguments: None)
+        patch.setattr("aio_kv.plan._groups_apart", lambda *arguments: None)
+        slow = case.plan(is_write=is_write, is_device=is_device)
+    assert quick.op_count == slow.op_count
+    for name in OP_DTYPE.names or ():
+        if name != "copy_first" or quick.copy_count:
+            assert ops_array(quick)[name].tolist() == ops_array(slow)[name].tolist(), name
+    assert quick.copy_count == slow.copy_count
+    if quick.copy_count:
+        assert (
+            np.frombuffer(quick.copies, COPY_DTYPE).tolist()
+            == np.frombuffer(slow.copies, COPY_DTYPE).tolist()
+        )
+    count = len(case.ids)
+    assert quick.first_ops(count).tolist() == slow.first_ops(count).tolist()
+
+
+def ops_array(plan: Plan) -> np.ndarray[Any, Any]:
+    return np.frombuffer(plan.ops, OP_DTYPE)
+
+
 @given(cases(twins=False), st.data())
 def test_twins_in_a_write_are_refused(case: Case, data: st.DataObject) -> None:
     twin = data.draw(st.sampled_from(case.ids.tolist()))

@@ -274,7 +274,7 @@ class SlotCache:
         self._flushable[slots] = 0
 
     def _has_nothing_to_give(self) -> bool:
-        """Whether no slot is free and none can be evicted: then the policy need not be asked, which it would remember."""
+        """Whether no slot is free and none can be evicted. A policy that is asked all the same remembers it."""
         return not self._free and 1 not in self._takeable_list
 
     def _admit(self, keys: Int64Array) -> Int64Array:

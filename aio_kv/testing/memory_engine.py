@@ -130,7 +130,9 @@ class _Op(NamedTuple):
 
 
 def _records(buffer: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return buffer if buffer.__class__ is np.ndarray and buffer.dtype is dtype else np.frombuffer(buffer, dtype)
+    return (
+        buffer if buffer.__class__ is np.ndarray and buffer.dtype is dtype else np.frombuffer(buffer, dtype)
+    )
 
 
 class MemoryEngine:
@@ -319,9 +321,9 @@ class MemoryEngine:
         nbytes = op.nbytes
         code = self._scheduler.fate(kind, op.file, op.file_offset, nbytes) or self._check(op, kind)
         if code == 0 and kind is not _SYNC:
-            # Less where the file ends behind what is owed.
-            nbytes = min(nbytes, self._files.layout.nbytes_per_layer - op.file_offset)
-            self._move(work, op, nbytes)
+            stored = memoryview(self._files.layer(op.file))[op.file_offset : op.file_offset + nbytes]
+            nbytes = len(stored)  # less where the file ends behind what is owed
+            self._move(work, op, stored)
             self._counts["bytes_read" if kind is _READ else "bytes_written"] += nbytes
         self._counts["failed_ops"] += code != 0
         self._answer(work, index, code, nbytes if code == 0 else 0)
@@ -340,14 +342,13 @@ class MemoryEngine:
             return -errno.ENOMEM
         return -errno.ENODATA if op.file_offset + (op.nbytes_owed or op.nbytes) > size else 0
 
-    def _move(self, work: _Work, op: _Op, nbytes: int) -> None:
-        stored = memoryview(self._files.layer(op.file))[op.file_offset : op.file_offset + nbytes]
+    def _move(self, work: _Work, op: _Op, stored: memoryview) -> None:
         is_read = work.batch.kind is _READ
         if op.placement == _DIRECT:
             self._copy(stored, op.address, is_read)
             return
         if not is_read:
-            stored[:] = bytes(nbytes)  # What no copy covers is padding.
+            stored[:] = bytes(len(stored))  # What no copy covers is padding.
         for address, offset, piece in work.copies[op.copy_first : op.copy_first + op.copy_count].tolist():
             self._copy(stored[offset : offset + piece], address, is_read)
 
