@@ -206,7 +206,7 @@ class Simulation:
         per_slot = LAYOUT.groups_per_block if slot == "block" else 1
         cascade: CascadeBackend = kind(
             self.backing,
-            capacity_bytes=choose([1, 2, 3, 5, 12]) * per_slot * LAYOUT.payload_nbytes,
+            capacity_bytes=choose([1, 2, 3, 5, 8, 12, 20]) * per_slot * LAYOUT.payload_nbytes,
             slot=slot,
             policy=choose(POLICY_NAMES),
             promote=choose([False, True]),
@@ -383,7 +383,7 @@ async def run_seeds(first: int, count: int) -> None:
     gc.disable()  # half of the time would go into looking for cycles
     try:
         for seed in range(first, first + count):
-            if seed % 500 == 499:
+            if seed % 25 == 24:  # what is left of each seed, its slab included, would not fit into any cache
                 gc.collect()
             try:
                 async with asyncio.timeout(20):

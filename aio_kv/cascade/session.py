@@ -27,6 +27,7 @@ __all__ = ["CascadeSession"]
 
 _log = logging.getLogger("aio_kv")
 _REGISTERED_MIN = 2 << 20
+_AT_ONCE_NBYTES = 2 << 20  # one huge page: taken in less time than a thread is started
 
 # Slabs that something may still read or write after a device did not answer: never given back.
 _leaked: list[object] = []
@@ -67,13 +68,17 @@ class CascadeSession:
 
     @classmethod
     async def open(cls, backing: Any, binding: LoopBinding, options: CascadeOptions) -> CascadeSession:
-        """Take memory in a thread and register it. Cancelled, it gives everything back and then raises."""
+        """Take memory, much of it in a thread, and register it. Cancelled, it gives everything back and then raises."""
         layout = backing.layout
         per_slot = options.groups_per_slot(layout)
         slots = slots_for(options.capacity_bytes, per_slot * layout.payload_nbytes)
-        slab, cancelled = await binding.run_in_thread(lambda: Slab(slots * per_slot, layout.payload_nbytes))
-        if cancelled is not None:
-            raise cancelled
+        count, payload = slots * per_slot, layout.payload_nbytes
+        if count * payload <= _AT_ONCE_NBYTES:
+            slab = Slab(count, payload)
+        else:
+            slab, cancelled = await binding.run_in_thread(lambda: Slab(count, payload))
+            if cancelled is not None:
+                raise cancelled
         return cls(backing, binding, options, slab, await _register(backing, slab))
 
     def check_loop(self) -> None:
