@@ -94,10 +94,10 @@ class SeededScheduler(Scheduler):
         self._failing = failing
 
     def count(self, in_flight: int) -> int:
-        return self._random.randint(0, in_flight)
+        return int(self._random.random() * (in_flight + 1))  # a quarter of what randint takes
 
     def choose(self, in_flight: int) -> int:
-        return self._random.randrange(in_flight)
+        return int(self._random.random() * in_flight)
 
     def fate(self, kind: Kind, layer: int, file_offset: int, nbytes: int) -> int:
         return -errno.EIO if self._random.random() < self._failing else 0
