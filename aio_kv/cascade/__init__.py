@@ -4,7 +4,8 @@
 """
 
 from aio_kv.cascade.backend import CascadeBackend
-from aio_kv.cascade.slot_cache import CacheCounts, SlotCache
+from aio_kv.cascade.plans import CacheCounts
+from aio_kv.cascade.slot_cache import SlotCache
 from aio_kv.cascade.states import SlotEvent, SlotState
 from aio_kv.cascade.statistics import CascadeStatistics
 from aio_kv.cascade.sync import SyncCascade

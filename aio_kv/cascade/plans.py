@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from aio_kv.integers import Int64Array
 
-__all__ = ["FillPlan", "FlushPlan", "ReadPlan"]
+__all__ = ["CacheCounts", "FillPlan", "FlushPlan", "ReadPlan"]
 
 Flags = NDArray[np.bool_]
 
@@ -56,3 +57,14 @@ class FlushPlan(NamedTuple):
     group_ids: Int64Array
     rows: Int64Array
     slots: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """What has happened since the start, and how things are."""
+
+    evicted_slots: int
+    superseded_slots: int
+    resident_slots: int
+    dirty_slots: int
+    leases: int

@@ -13,20 +13,20 @@ Rules that it keeps:
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from aio_kv.cascade.plans import FillPlan, Flags, FlushPlan, ReadPlan
-from aio_kv.cascade.states import SlotEvent, SlotState, next_states
+from aio_kv.cascade.invariants import check_book
+from aio_kv.cascade.plans import CacheCounts, FillPlan, Flags, FlushPlan, ReadPlan
+from aio_kv.cascade.states import SlotEvent, SlotState, next_state, next_states
 from aio_kv.errors import LayoutError
 from aio_kv.flags import every, some
 from aio_kv.integers import Int64Array
 from aio_kv.policy import make_policy
 from aio_kv.policy.order import SlotOrder
 
-__all__ = ["CacheCounts", "SlotCache"]
+__all__ = ["SlotCache"]
 
 # Looked up once, and states as integers: an enumeration costs more than a small array operation.
 _CLEAN: Final = int(SlotState.CLEAN)
@@ -45,20 +45,9 @@ _SUPERSEDED: Final = SlotEvent.SUPERSEDED
 _NOTHING: Final = np.empty(0, np.int64)
 _FIRST: Final = np.zeros(1, np.int64)
 _NO_SLOT: Final = np.array([-1])  # for any number of keys
-_NEVER: Final = np.iinfo(np.int64).max
+_NEVER: Final = int(np.iinfo(np.int64).max)
 _CAPACITY_MAX: Final = 2**31 - 2  # slot numbers are 32 bit in the table of keys
 _KEYS_MAX: Final = 2**31  # 8 GiB of table, of which the touched pages count
-
-
-@dataclass(frozen=True, slots=True)
-class CacheCounts:
-    """What has happened since the start, and how things are."""
-
-    evicted_slots: int
-    superseded_slots: int
-    resident_slots: int
-    dirty_slots: int
-    leases: int
 
 
 def _without_repeats(values: Int64Array) -> Int64Array:
@@ -93,19 +82,25 @@ class SlotCache:
         self._policy = make_policy(policy, capacity)
         # The slot of each key plus one. Zeros that nobody touches cost no memory.
         self._slot_of = np.zeros(keys, np.int32)
-        # Buffers of C values with a NumPy view each: the policies look at single ones, which is slow in NumPy.
+        # Buffers of C values with a NumPy view each, for many slots at once: a single one is slow in NumPy. Calls that
+        # are about one slot, as most writes are, use the buffers.
         self._key_list = array("q", [-1]) * capacity
         self._key_of = np.frombuffer(self._key_list, np.int64)
         self._takeable_list = bytearray(capacity)  # CLEAN, not leased, with a key
         self._takeable = np.frombuffer(self._takeable_list, np.uint8)
-        self._state = np.zeros(capacity, np.uint8)
-        self._leases = np.zeros(capacity, np.int32)
-        self._fills = np.zeros(capacity, np.int32)
+        self._state_list = bytearray(capacity)
+        self._state = np.frombuffer(self._state_list, np.uint8)
+        self._lease_list = array("i", [0]) * capacity
+        self._leases = np.frombuffer(self._lease_list, np.int32)
+        self._fill_list = array("i", [0]) * capacity
+        self._fills = np.frombuffer(self._fill_list, np.int32)
         self._valid = np.zeros((capacity, groups_per_slot), np.bool_)
         self._valid_rows = self._valid.reshape(-1)
         self._dirty = np.zeros((capacity, groups_per_slot), np.bool_)
-        self._dirty_since = np.full(capacity, _NEVER, np.int64)
-        self._has_failed = np.zeros(capacity, np.bool_)
+        self._since_list = array("q", [_NEVER]) * capacity
+        self._dirty_since = np.frombuffer(self._since_list, np.int64)
+        self._failed_list = bytearray(capacity)
+        self._has_failed = np.frombuffer(self._failed_list, np.bool_)
         self._dirty_order = SlotOrder(capacity)  # dirty, not FLUSHING; the oldest first
         self._flushable_list = bytearray(capacity)  # DIRTY, and not failed since the last `retry`
         self._flushable = np.frombuffer(self._flushable_list, np.uint8)
@@ -159,29 +154,37 @@ class SlotCache:
 
         A slot that is in the array twice is leased once.
         """
-        if not len(slots):
-            return
-        self._leases[slots] += 1
-        self._takeable[slots] = 0
+        if len(slots) == 1:
+            slot = slots.item()
+            self._lease_list[slot] += 1
+            self._takeable_list[slot] = 0
+        elif len(slots):
+            self._leases[slots] += 1
+            self._takeable[slots] = 0
 
     def release(self, slots: Int64Array) -> None:
         """Give back what `lease` of the same array took."""
-        if not len(slots):
-            return
-        left = self._leases[slots] - 1
-        self._leases[slots] = left
-        has_ended = left == 0
-        ended = slots if every(has_ended) else slots[has_ended]
+        ended = self._end_leases(slots)
         if len(ended):
             self.openings += 1
             self._settle(ended)
 
+    def _end_leases(self, slots: Int64Array) -> Int64Array:
+        """Take one lease from each slot; returns those that have none left."""
+        if len(slots) == 1:
+            self._lease_list[slot := slots.item()] -= 1
+            return _NOTHING if self._lease_list[slot] else slots
+        left = self._leases[slots] - 1
+        self._leases[slots] = left
+        has_ended = left == 0
+        return slots if every(has_ended) else slots[has_ended]
+
     def _settle(self, slots: Int64Array) -> None:
         """Slots without leases: those that are CLEAN can be taken again, or are free if they are detached."""
         is_clean = self._state[slots] == _CLEAN
-        clean = slots if every(is_clean) else slots[is_clean]
-        if not len(clean):
+        if not some(is_clean):
             return
+        clean = slots if every(is_clean) else slots[is_clean]
         self.openings += 1
         if self._detached:
             is_detached = self._key_of[clean] < 0
@@ -194,9 +197,15 @@ class SlotCache:
         self._policy.restore(clean)
 
     def _empty(self, slots: Int64Array) -> None:
-        next_states(self._state, slots, _EMPTIED)
+        self._step(slots, _EMPTIED)
         self._valid[slots] = False
         self._free.extend(slots.tolist())
+
+    def _step(self, slots: Int64Array, event: SlotEvent) -> None:
+        if len(slots) == 1:
+            next_state(self._state_list, slots.item(), event)
+        else:
+            next_states(self._state, slots, event)
 
     # Filling.
 
@@ -266,12 +275,15 @@ class SlotCache:
         return keys, key_index, places
 
     def _begin_fill(self, slots: Int64Array) -> None:
-        if not len(slots):
-            return
-        next_states(self._state, slots, _FILL)
-        self._fills[slots] += 1
-        self._takeable[slots] = 0
-        self._flushable[slots] = 0
+        self._step(slots, _FILL)
+        if len(slots) == 1:
+            slot = slots.item()
+            self._fill_list[slot] += 1
+            self._takeable_list[slot] = self._flushable_list[slot] = 0
+        elif len(slots):
+            self._fills[slots] += 1
+            self._takeable[slots] = 0
+            self._flushable[slots] = 0
 
     def _has_nothing_to_give(self) -> bool:
         """Whether no slot is free and none can be evicted. A policy that is asked all the same remembers it."""
@@ -302,7 +314,7 @@ class SlotCache:
             self._key_of[evicted] = -1
             self._takeable[evicted] = 0
             self._valid[evicted] = False
-            next_states(self._state, evicted, _EMPTIED)
+            self._step(evicted, _EMPTIED)
             self._evicted += len(evicted)
 
     def _written_places(
@@ -346,7 +358,7 @@ class SlotCache:
         since = np.where(was_dirty, self._dirty_since[sources], _NEVER)
         self._set_clean(sources[was_dirty])
         self._set_since(targets, since)
-        next_states(self._state, sources, _SUPERSEDED)
+        self._step(sources, _SUPERSEDED)
         self._takeable[sources] = 0
         self._has_failed[sources] = False
         self._superseded += len(sources)
@@ -358,7 +370,9 @@ class SlotCache:
         self._dirty_count += int(np.count_nonzero(self._dirty_since[slots] != _NEVER))
 
     def _set_clean(self, slots: Int64Array) -> None:
-        if not len(slots):
+        if len(slots) == 1:
+            self._set_clean_one(slots.item())
+        if len(slots) < 2:
             return
         self._dirty[slots] = False
         self._dirty_count -= int(np.count_nonzero(self._dirty_since[slots] != _NEVER))
@@ -368,6 +382,14 @@ class SlotCache:
         is_listed = self._dirty_order.contains(slots)
         if some(is_listed):
             self._dirty_order.remove_many(slots[is_listed])
+
+    def _set_clean_one(self, slot: int) -> None:
+        self._dirty[slot] = False
+        self._dirty_count -= self._since_list[slot] != _NEVER
+        self._since_list[slot] = _NEVER
+        self._failed_list[slot] = self._flushable_list[slot] = 0
+        if slot in self._dirty_order:
+            self._dirty_order.remove(slot)
 
     def _rows_where(self, flags: Flags, slots: Int64Array) -> Int64Array:
         which, place = np.nonzero(flags)
@@ -385,9 +407,11 @@ class SlotCache:
         if not len(slots):
             return
         self.openings += 1
+        if len(slots) == 1:
+            self._commit_one(slots)
+            return
         self._fills[slots] -= 1
-        has_dirt: Flags = self._dirty[slots]
-        has_dirt = has_dirt[:, 0] if self.groups_per_slot == 1 else np.logical_or.reduce(has_dirt, axis=1)
+        has_dirt: Flags = np.logical_or.reduce(self._dirty[slots], axis=1)
         has_ended = self._fills[slots] == 0
         if every(has_dirt) and every(has_ended):
             self._date(slots)
@@ -396,11 +420,31 @@ class SlotCache:
         if some(has_dirt):
             self._date(slots[has_dirt])
             self._become_dirty(slots[has_ended & has_dirt])
-        clean = slots[has_ended & ~has_dirt]
+        self._end_clean(slots[has_ended & ~has_dirt])
+
+    def _commit_one(self, slots: Int64Array) -> None:
+        slot = slots.item()
+        self._fill_list[slot] -= 1
+        has_dirt, has_ended = some(self._dirty[slot]), self._fill_list[slot] == 0
+        if has_dirt and self._since_list[slot] == _NEVER:
+            self._since_list[slot] = self._dirt
+            self._dirt += 1
+            self._dirty_count += 1
+        if has_ended and has_dirt:
+            next_state(self._state_list, slot, _FILLED_DIRTY)
+            self._failed_list[slot], self._flushable_list[slot] = 0, 1
+            if slot not in self._dirty_order:
+                self._dirty_order.append(slot)
+            self._dirty_order.restore(slots)
+        elif has_ended:
+            self._end_clean(slots)
+
+    def _end_clean(self, clean: Int64Array) -> None:
+        """Slots in which nothing is dirty are filled, or have nothing in them."""
         if not len(clean):
             return
         self._set_clean(clean)
-        next_states(self._state, clean, _FILLED_CLEAN)
+        self._step(clean, _FILLED_CLEAN)
         is_empty = ~np.logical_or.reduce(self._valid[clean], axis=1)
         is_unread = self._leases[clean] == 0
         self._forget(clean[is_empty & is_unread])
@@ -423,7 +467,7 @@ class SlotCache:
     def _become_dirty(self, slots: Int64Array) -> None:
         if not len(slots):
             return
-        next_states(self._state, slots, _FILLED_DIRTY)
+        self._step(slots, _FILLED_DIRTY)
         self._has_failed[slots] = False
         self._flushable[slots] = 1
         is_known = self._dirty_order.contains(slots)
@@ -450,7 +494,7 @@ class SlotCache:
             return None
         slots = np.array(found, np.int64)
         self._flushable[slots] = 0
-        next_states(self._state, slots, _FLUSH)
+        self._step(slots, _FLUSH)
         self.lease(slots)
         which, place = np.nonzero(self._dirty[slots])
         ids = self._key_of[slots][which] * self.groups_per_slot + place
@@ -460,26 +504,28 @@ class SlotCache:
         """What became of a flush, group by group. A slot of which something failed is dirty again; see `retry`."""
         slots = plan.slots
         self.openings += 1
-        self._leases[slots] -= 1
+        unread = self._end_leases(slots)
         landed = slots
         if not every(is_landed):
             is_failed = np.isin(slots, plan.rows[~is_landed] // self.groups_per_slot)
             self._flush_failed(plan, slots[is_failed], is_landed)
             landed = slots[~is_failed]
+            unread = landed[self._leases[landed] == 0]
         self._set_clean(landed)
-        next_states(self._state, landed, _LANDED)
-        self._settle(landed[self._leases[landed] == 0])
+        self._step(landed, _LANDED)
+        if len(unread):
+            self._settle(unread)
 
     def _flush_failed(self, plan: FlushPlan, slots: Int64Array, is_landed: Flags) -> None:
         self._dirty.reshape(-1)[plan.rows[is_landed]] = False
         is_detached = self._key_of[slots] < 0
         attached, detached = slots[~is_detached], slots[is_detached]
-        next_states(self._state, slots, _FAILED)
+        self._step(slots, _FAILED)
         self._has_failed[attached] = True
         self._dirty_order.append_many(attached)
         if len(detached):
             self._inherit(plan, detached)
-            next_states(self._state, detached, _SUPERSEDED)
+            self._step(detached, _SUPERSEDED)
             self._set_clean(detached)
             self._settle(detached[self._leases[detached] == 0])
 
@@ -550,31 +596,4 @@ class SlotCache:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the book contradicts itself. For tests: it looks at everything."""
-        state, leases, fills, keys = self._state, self._leases, self._fills, self._key_of
-        has_key = keys >= 0
-        assert (leases >= 0).all()
-        assert (fills >= 0).all()
-        assert ((fills > 0) == (state == _FILLING)).all()
-        attached = np.flatnonzero(has_key)
-        assert (self._slot_of[keys[attached]] == attached + 1).all()
-        assert np.count_nonzero(self._slot_of) == len(attached)
-        is_free = state == _FREE
-        assert sorted(self._free) == np.flatnonzero(is_free).tolist()
-        assert not (is_free & (has_key | (leases > 0) | self._valid.any(axis=1))).any()
-        assert ((state != _FLUSHING) | (leases > 0)).all()
-        assert ((state != _DIRTY) | (has_key & self._dirty.any(axis=1))).all()
-        assert not (self._dirty & ~self._valid).any()
-        assert not ((state == _CLEAN) & self._dirty.any(axis=1)).any()
-        # A detached slot is there for somebody who still reads it.
-        assert not (~has_key & ~is_free & (leases == 0)).any()
-        assert self._detached == np.count_nonzero(~has_key & ~is_free)
-        takeable = has_key & (state == _CLEAN) & (leases == 0)
-        assert (takeable == (self._takeable == 1)).all()
-        has_since = self._dirty_since != _NEVER
-        assert self._dirty_count == np.count_nonzero(has_since)
-        assert (has_since | ~self._dirty.any(axis=1) | (state == _FILLING)).all()
-        assert not (self._has_failed & (state != _DIRTY) & (state != _FILLING)).any()
-        is_due = (state == _DIRTY) & ~self._has_failed
-        assert (is_due == (self._flushable == 1)).all()
-        assert self._dirty_order.contains(np.flatnonzero(state == _DIRTY)).all()
-        assert sorted(self._policy.residents()) == attached.tolist()
+        check_book(self)
