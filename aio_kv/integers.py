@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from aio_kv.errors import LayoutError
 
-__all__ = ["INT64_MAX", "Int64Array", "IntegerLike", "check_axis", "check_index", "check_integers"]
+__all__ = [
+    "INT64_MAX",
+    "Int64Array",
+    "IntegerLike",
+    "check_axis",
+    "check_index",
+    "check_integers",
+    "without_repeats",
+]
 
 INT64_MAX = 2**63 - 1
 _INT64 = np.dtype(np.int64)
@@ -151,6 +159,13 @@ def _as_int(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def without_repeats(values: Int64Array) -> Int64Array:
+    """Return `values` without those that are like their neighbour in front."""
+    is_first = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=is_first[1:])
+    return values[is_first]
 
 
 def _refuse_range(what: str, index: int, value: int, limit: int) -> NoReturn:

@@ -38,10 +38,12 @@ from aio_kv import (
     StorageError,
     TransferReport,
 )
+from aio_kv.cascade import slab
 from aio_kv.cascade.call import Call
 from aio_kv.cascade.movers import HostMover
 from aio_kv.errors import storage_error
 from aio_kv.policy import POLICY_NAMES
+from aio_kv.positional import aligned_buffer
 from aio_kv.testing import MemoryBackend, SeededScheduler
 
 LAYOUT = GroupLayout(1, 6, 2, 1, 8, 1, alignment=512)  # 24 groups of 8 bytes, 4 to a block
@@ -403,7 +405,10 @@ async def run_seeds(first: int, count: int) -> None:
 
 
 def run_seeds_alone(first: int, count: int) -> None:
-    """The same in an event loop of its own."""
+    """The same in an event loop, and a process, of its own."""
+    slab.allocate_host = (
+        aligned_buffer  # a huge page for each seed's few slots would be zeroed through the whole cache
+    )
     asyncio.run(run_seeds(first, count))
 
 
