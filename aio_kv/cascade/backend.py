@@ -246,8 +246,10 @@ class CascadeBackend:
             return self._start(session, call)
         plan = cache.plan_read(call.ids)
         if plan.hits == count and not call.is_device:
+            cache.touch(
+                cache.slots_of(plan.rows)
+            )  # first: a large copy leaves nothing of the book in any cache
             session.slab.copy_out(plan.rows, call.addresses)
-            cache.touch(cache.slots_of(plan.rows))
             conductor.note_hits(count, call.payload)
             return CascadeTransfer.finished(conductor, call.ids, call.payload)
         if plan.hits == 0 and not session.options.promote:

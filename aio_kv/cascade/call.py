@@ -44,12 +44,15 @@ class How(NamedTuple):
         return bool(self.deadline_ns) and time.monotonic_ns() >= self.deadline_ns
 
 
+_PLAIN: Final = {priority: How(None, None, priority) for priority in Priority}
+
+
 def checked_how(binding: LoopBinding, stream: Any, deadline: float | None, priority: Priority) -> How:
     """Check what a call says. Raises `LayoutError`."""
     if priority.__class__ is not Priority:
         raise LayoutError(f"priority is {priority!r}: must be a Priority")
     if deadline is None:
-        return How(stream, None, priority)
+        return _PLAIN[priority] if stream is None else How(stream, None, priority)
     if deadline.__class__ not in (int, float) or math.isnan(deadline):
         raise LayoutError(f"deadline is {deadline!r}: must be a time on the clock of anyio.current_time()")
     left = min(max(deadline - binding.time(), -1e9), 1e9)  # infinities are deadlines too
