@@ -29,7 +29,7 @@ __all__ = [
 
 INT64_MAX = 2**63 - 1
 _INT64 = np.dtype(np.int64)
-_FEW = 16  # up to here Python looks at values in less time than NumPy needs to begin
+_FEW = 16  # up to here values are looked at one by one
 
 Int64Array: TypeAlias = NDArray[np.int64]
 IntegerLike: TypeAlias = "int | np.integer[Any] | Sequence[int] | range | NDArray[np.integer[Any]]"
@@ -90,7 +90,7 @@ def _are_below(values: Int64Array, limit: int) -> bool:
 
 
 def _are_plain(values: list[Any], limit: int) -> bool:
-    for value in values:  # noqa: SIM110 - a generator costs as much again
+    for value in values:  # noqa: SIM110 - without a generator, for the shortest calls
         if value.__class__ is not int or not 0 <= value < limit:
             return False
     return True

@@ -60,10 +60,12 @@ def test_a_row_outside_of_the_memory_copies_nothing(wrong: int) -> None:
     copy = row_copier(memoryview(memory), 8)
     places = address_of(outside) + np.array([0, 8])
     for inward in (False, True):
-        with pytest.raises(AssertionError, match="outside of 23"):
+        with pytest.raises(IndexError, match="outside of 23"):
             copy(np.array([0, wrong]), places, inward)
-    with pytest.raises(AssertionError, match="2 rows and 1 places"):
+    with pytest.raises(ValueError, match="2 rows and 1 places"):
         copy(np.array([0, 1]), places[:1], False)
+    with pytest.raises(ValueError, match="1 rows and 2 places"):  # half as wide: C would read past its end
+        copy(np.array([0, 1], np.int32), places, False)
     assert (outside == 7).all()
     assert not memory.any()
 

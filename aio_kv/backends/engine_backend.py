@@ -359,8 +359,7 @@ class EngineBackend:
             session.note_write(transfer, self._layers_of(transfer.group_ids))
 
     def _layers_of(self, ids: Int64Array) -> set[int]:
-        layers = ids // self._layout.groups_per_layer
-        return set((layers if len(layers) <= 32 else np.unique(layers)).tolist())
+        return set(np.unique(ids // self._layout.groups_per_layer).tolist())
 
     async def register_landing_region(self, memory: Any) -> LandingRegion:
         """Register caller-owned host memory, so that I/O in it needs no staging and no page pinning.

@@ -27,7 +27,7 @@ __all__ = ["CascadeSession"]
 
 _log = logging.getLogger("aio_kv")
 _REGISTERED_MIN = 2 << 20
-_AT_ONCE_NBYTES = 2 << 20  # one huge page: taken in less time than a thread is started
+_AT_ONCE_NBYTES = 2 << 20  # one huge page: no work for a thread
 
 # Slabs that something may still read or write after a device did not answer: never given back.
 _leaked: list[object] = []

@@ -28,7 +28,7 @@ from aio_kv.policy.order import SlotOrder
 
 __all__ = ["SlotCache"]
 
-# Looked up once, and states as integers: an enumeration costs more than a small array operation.
+# Looked up once, and states as integers: every look at a member of an enumeration is a search.
 _FREE, _FILLING, _CLEAN, _DIRTY, _FLUSHING = (int(state) for state in SlotState)
 _FILL, _FILLED_CLEAN, _FILLED_DIRTY, _FLUSH, _LANDED, _FAILED, _SUPERSEDED, _EMPTIED = SlotEvent
 _NOTHING: Final = np.empty(0, np.int64)
@@ -37,7 +37,7 @@ _NO_SLOT: Final = np.array([-1])  # for any number of keys
 _NEVER: Final = int(np.iinfo(np.int64).max)
 _CAPACITY_MAX: Final = 2**31 - 2  # slot numbers are 32 bit in the table of keys
 _KEYS_MAX: Final = 2**31  # 8 GiB of table, of which the touched pages count
-_FEW: Final = 4  # groups that are looked up one by one in less time than NumPy needs to begin
+_FEW: Final = 4  # groups are looked up one by one: NumPy has to begin ten times
 
 
 class SlotCache:
@@ -217,8 +217,6 @@ class SlotCache:
             in_place = slots[is_resident & ~is_movable] if has_movable else slots[is_resident]
             self._begin_fill(in_place)
             self.touch(in_place)
-        elif self._has_nothing_to_give():
-            return FillPlan(np.full(len(ids), -1), _NOTHING, _NOTHING, _NOTHING)
         copied_from = copied_to = _NOTHING
         if not every(is_resident):
             slots[~is_resident] = self._admit(keys[~is_resident])

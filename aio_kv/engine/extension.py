@@ -73,17 +73,20 @@ def allocate_host(nbytes: int) -> memoryview:
 def row_copier(memory: memoryview, row_nbytes: int) -> Callable[[Int64Array, Int64Array, bool], None]:
     """Return `copy(rows, places, inward)`: rows of `memory` to, or inward from, as many addresses of `row_nbytes` each.
 
-    It keeps `memory` alive, and nothing else: the places are the caller's, and are trusted. Rows are checked.
+    It keeps `memory` alive, and nothing else: the places are the caller's, and are trusted. Raises IndexError for a row
+    outside of the memory and ValueError for arrays that differ in length, before a byte has moved.
     """
     require_extension()
     export, array = akv.ffi.from_buffer, akv.ffi.typeof("int64_t[]")
     base, nbytes, copy_rows = export(memory), len(memory), akv.lib.akv_copy_rows
 
     def copy(rows: Int64Array, places: Int64Array, inward: bool) -> None:
-        count = len(rows)
-        assert count == len(places), f"{count} rows and {len(places)} places"
-        code = copy_rows(base, nbytes, row_nbytes, export(array, rows), export(array, places), count, inward)
-        assert code == 0, f"errno {-code}: a row outside of {nbytes // row_nbytes}, or a place at 0"
+        # Their own lengths and not those of the arrays: C reads as many numbers of 64 bits as it is told.
+        listed, placed = export(array, rows), export(array, places)
+        if len(listed) != len(placed):
+            raise ValueError(f"{len(listed)} rows and {len(placed)} places")
+        if copy_rows(base, nbytes, row_nbytes, listed, placed, len(listed), inward):
+            raise IndexError(f"a row outside of {nbytes // row_nbytes}, or a place at 0")
 
     return copy
 

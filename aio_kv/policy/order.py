@@ -24,7 +24,7 @@ __all__ = ["SlotOrder"]
 _ABSENT: Final = -1
 _ASIDE: Final = -2
 _ROOM_MIN: Final = 512
-_FEW: Final = 16  # up to here Python is done before NumPy has begun
+_FEW: Final = 16  # up to here slots are listed one by one
 
 
 class SlotOrder:

@@ -94,7 +94,7 @@ class SeededScheduler(Scheduler):
         self._failing = failing
 
     def count(self, in_flight: int) -> int:
-        return int(self._random.random() * (in_flight + 1))  # a quarter of what randint takes
+        return int(self._random.random() * (in_flight + 1))
 
     def choose(self, in_flight: int) -> int:
         return int(self._random.random() * in_flight)
@@ -354,7 +354,8 @@ class MemoryEngine:
 
     def _copy(self, stored: memoryview, address: int, is_read: bool) -> None:
         place = ctypes.addressof(ctypes.c_char.from_buffer(stored)) if len(stored) else 0
-        ctypes.memmove(*((address, place) if is_read else (place, address)), len(stored))
+        target, source = (address, place) if is_read else (place, address)
+        ctypes.memmove(target, source, len(stored))
 
     def _answer(self, work: _Work, index: int, code: int, arrived: int = 0) -> None:
         work.results[index] = (code, arrived)

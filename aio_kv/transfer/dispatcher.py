@@ -37,7 +37,7 @@ _WRITE: Final = Kind.WRITE
 _SYNC: Final = Kind.SYNC
 _ORDERED: Final = (_READ, _WRITE, _SYNC)  # loads and saves touch no file
 _SPIN_NBYTES_MAX = {Kind.READ: 16 << 10, Kind.LOAD: 512 << 10}  # where a short look can pay
-_SET_MAX: Final = 32  # up to here a set is built in less time than NumPy needs to begin
+_SET_MAX: Final = 32  # up to here a set answers: NumPy has to begin four times
 _CHUNK_OPS = 4096  # ops per batch: long enough to cost nothing, short enough to spread over rings
 
 
