@@ -252,6 +252,22 @@ def ops_array(plan: Plan) -> np.ndarray[Any, Any]:
     return np.frombuffer(plan.ops, OP_DTYPE)
 
 
+@pytest.mark.parametrize("alignment", [512, 4096])
+@pytest.mark.parametrize("middle", [(2, 1), (1, 1), (2, 2), (3, 0)])
+def test_a_run_with_a_muddled_middle_is_none(middle: tuple[int, int], alignment: int) -> None:
+    """The first and the last group are where they would be in a run, and so is their number."""
+    layout = GroupLayout(1, 4, 1, 1, 4096, 1)
+    ids, addresses = np.array([0, *middle, 3]), BASE + np.arange(4) * 4096
+    case = Case(layout, ids, addresses, IoLimits(alignment, 512, 512 << 10), 5 * 4096)
+    machine = Machine(case)
+    expected = expected_read(machine)
+    machine.carry_out(case.plan(is_write=False), is_write=False)
+    assert (machine.memory == expected).all()
+    if len(set(ids.tolist())) < len(ids):
+        with pytest.raises(LayoutError, match="twice in one write"):
+            case.plan(is_write=True)
+
+
 @given(cases(twins=False), st.data())
 def test_twins_in_a_write_are_refused(case: Case, data: st.DataObject) -> None:
     twin = data.draw(st.sampled_from(case.ids.tolist()))
